@@ -1,0 +1,136 @@
+"""Builds native code once and keeps it: a content-addressed cache on disk, safe for many processes at once.
+
+Everything that can change the result of a build goes into its key (sources, flags, versions, architecture), so a
+stale object can never be loaded and nothing has to be invalidated by hand.  A build happens in a temporary folder
+under a file lock and is moved into place by one atomic rename: a process that loads an object never sees another
+process relink it (NVIDIA/TensorRT-LLM#18368), and N processes with an empty cache build once, not N times.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from mla_interop.errors import MLABuildError
+
+SOURCES = Path(__file__).parent / "csrc"
+
+
+def cache_dir() -> Path:
+    """The folder that holds built objects: ``MLA_INTEROP_CACHE``, else ``$XDG_CACHE_HOME/mla_interop``."""
+    named = os.environ.get("MLA_INTEROP_CACHE")
+    if named:
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "mla_interop"
+
+
+def package_version(distribution: str) -> str:
+    """The installed version of a distribution, or ``"none"``."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "none"
+
+
+def cached(name: str, key: Mapping[str, object], build: Callable[[Path], None], suffix: str = ".so") -> Path:
+    """The path of the artefact ``name`` for ``key``, built by ``build(path_to_write)`` if it is not there yet.
+
+    Args:
+        name: Start of the file's name, for people who look into the cache.
+        key: All that the result depends on; any JSON-serialisable values.
+        build: Writes the artefact to the path it is given (a temporary one).
+        suffix: End of the file's name.
+
+    Raises:
+        MLABuildError: The build failed, or the cache folder cannot be written.
+    """
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    path = cache_dir() / f"{name}-{digest}{suffix}"
+    if path.exists():
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_suffix(".lock")):
+            if not path.exists():
+                _build_into(path, name, key, build)
+    except OSError as error:
+        raise MLABuildError(
+            f"cannot build {name!r} into the cache folder {path.parent}: {error}. Set MLA_INTEROP_CACHE to a folder that can be written."
+        ) from error
+    return path
+
+
+def _build_into(path: Path, name: str, key: Mapping[str, object], build: Callable[[Path], None]) -> None:
+    scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=path.parent))
+    try:
+        made = scratch / path.name
+        build(made)
+        # The key beside the artefact tells a person what an object was built for.
+        path.with_suffix(".json").write_text(json.dumps(dict(key), sort_keys=True, default=str, indent=1))
+        os.replace(made, path)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with open(path, "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def run_tool(command: Sequence[str], what: str) -> None:
+    """Run a compiler or linker; on failure raise with the last lines of what it printed."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise MLABuildError(f"cannot build {what}: {command[0]!r} is not on PATH; install a C++ compiler (g++).") from error
+    if done.returncode != 0:
+        tail = "\n".join((done.stderr or done.stdout).strip().splitlines()[-25:])
+        raise MLABuildError(f"cannot build {what}: {command[0]} exited with {done.returncode}.\n{tail}")
+
+
+def compile_cpp(
+    name: str,
+    sources: Sequence[str],
+    *,
+    include: Sequence[str] = (),
+    library_dirs: Sequence[str] = (),
+    libraries: Sequence[str] = (),
+    flags: Sequence[str] = (),
+    depends: Mapping[str, str] | None = None,
+) -> Path:
+    """Compile first-party C++ from ``csrc/`` against TVM FFI into a shared library; return its (cached) path.
+
+    Args:
+        name: Name of the library.
+        sources: File names under ``csrc/``.
+        include: Further include folders.
+        library_dirs: Folders of ``libraries``; also put on the library's run path.
+        libraries: Names for ``-l``.
+        flags: Further compiler flags.
+        depends: Versions of whatever the result depends on besides the sources and TVM FFI.
+    """
+    from tvm_ffi import libinfo
+
+    compiler = os.environ.get("CXX", "g++")
+    includes = [*libinfo.include_paths(), *include]
+    tvm_ffi_dir = str(Path(libinfo.find_libtvm_ffi()).parent)
+    dirs = [tvm_ffi_dir, *library_dirs]
+    command = [compiler, "-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", *flags]
+    command += [f"-I{path}" for path in includes]
+    command += [str(SOURCES / source) for source in sources]
+    command += [f"-L{path}" for path in dirs] + [f"-Wl,-rpath,{path}" for path in dirs]
+    command += ["-ltvm_ffi", *[f"-l{library}" for library in libraries]]
+    headers = sorted(SOURCES.glob("*.h"))
+    texts = {path.name: path.read_text() for path in [*headers, *(SOURCES / source for source in sources)]}
+    key = {"command": command, "texts": texts, "tvm_ffi": package_version("apache-tvm-ffi"), "depends": dict(depends or {})}
+    return cached(name, key, lambda out: run_tool([*command, "-o", str(out)], name))
