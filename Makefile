@@ -1,0 +1,54 @@
+# Two commands do all: `make demo` and `make test`. Each makes .venv and installs on first use only.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+# A machine with an NVIDIA driver gets the CUDA packages. Any other gets the CPU build of PyTorch, named exactly:
+# a bare `torch` takes the CUDA build. FlashAttention-4 is installed there too, since its kernels compile without a GPU.
+TORCH_CPU ?= torch==2.13.0
+ifneq ($(wildcard /proc/driver/nvidia)$(shell command -v nvidia-smi),)
+FLAVOUR  := cuda13
+PACKAGES := -e ".[cuda13,demo,notebook,dev]"
+MARKS    := not slow
+REQUIRE  := torch,jax,flash-attn-4,flashinfer
+else
+FLAVOUR  := cpu
+PACKAGES := "$(TORCH_CPU)" -e ".[torch,jax,flash-attn-4,demo,notebook,dev]"
+MARKS    := not slow and not gpu
+REQUIRE  := torch,jax,flash-attn-4
+endif
+STAMP := $(VENV)/.installed-$(FLAVOUR)
+
+# Kernels that are built on the way stay in .venv, so that a clone is removed whole.
+export MLA_INTEROP_CACHE ?= $(CURDIR)/$(VENV)/kernels
+# What must be there, so that no test is skipped because an install went wrong.
+export MLA_INTEROP_REQUIRE ?= $(REQUIRE)
+# Two processes: most of a test's time here is one thread's (imports, tracing, compilers).
+PYTEST_ARGS ?= -n 2
+
+.PHONY: demo test test-all lint install clean
+
+demo: $(STAMP)
+	$(BIN)/mla-interop demo $(DEMO_ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "$(MARKS)"
+
+test-all: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(PACKAGES)
+	touch $@
+
+clean:
+	rm -rf $(VENV) demo-output dist build .pytest_cache .ruff_cache
