@@ -1,0 +1,1 @@
+"""The backends: one file per kernel family, and ``registry`` with the only list of them."""

@@ -1,0 +1,93 @@
+"""The table that ``explain`` gives: every backend, whether it can serve, its reasons, and which one is chosen."""
+
+import html
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mla_interop.backends.base import Kernel
+
+
+@dataclass(frozen=True)
+class Row:
+    """One backend's line."""
+
+    backend: str
+    valid: bool
+    reasons: tuple[str, ...]
+    kernel: str
+    kind: str
+    copies: tuple[str, ...]
+    versions: tuple[str, ...]
+
+    @classmethod
+    def of(cls, backend: str, reasons: tuple[str, ...], kernel: Kernel | None) -> "Row":
+        """From a backend's reasons and its preferred kernel (None where it has none)."""
+        if kernel is None:
+            return cls(backend, False, reasons, "", "", (), ())
+        return cls(backend, not reasons, reasons, kernel.name, kernel.kind, copies_of(kernel), kernel.versions)
+
+
+def copies_of(kernel: Kernel) -> tuple[str, ...]:
+    """What is copied in a call, in words: by the kernel itself, and by the frontend where the kernel cannot read strides."""
+    packed = sorted({"q", "k", "v"} - kernel.strided)
+    strided = () if not packed or kernel.kind == "array" else (f"{', '.join(packed)} made contiguous if strided",)
+    return (*kernel.copies, *strided)
+
+
+@dataclass(frozen=True)
+class SelectionTable:
+    """The answer to "which backends exist here, which one is used, and why". Prints as text, shows as HTML in a notebook."""
+
+    config: Any
+    rows: tuple[Row, ...]
+    chosen: str | None
+    explicit: tuple[str, ...]
+    order: tuple[str, ...]
+
+    def __str__(self) -> str:
+        head = f"MLA prefill, {self._problem()}"
+        lines = [f"{self._mark(row)} {row.backend:<14} {row.kind or '-':<9} {self._why(row)}" for row in self.rows]
+        return "\n".join([head, *lines])
+
+    def _repr_html_(self) -> str:
+        cells = [[self._mark(row), row.backend, row.kind, ", ".join(row.copies), self._why(row)] for row in self.rows]
+        body = "".join("<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
+        header = "".join(f"<th>{title}</th>" for title in ("", "backend", "kernel", "copies", "why"))
+        return f"<table><caption>{html.escape(self._problem())}</caption><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {
+            "problem": {**asdict(self.config), "capability": str(self.config.capability) if self.config.capability else None},
+            "chosen": self.chosen,
+            "order": list(self.order),
+            "backends": [asdict(row) for row in self.rows],
+        }
+
+    def refusal(self, tried: dict[str, str] | None = None) -> str:
+        """Why nothing (or not what was asked for) can serve, with every reason."""
+        asked = f"backend {', '.join(self.explicit)} cannot serve" if self.explicit else "no backend can serve"
+        lines = [f"  {row.backend}: {'; '.join(row.reasons)}" for row in self.rows if row.reasons and (not self.explicit or row.backend in self.explicit)]
+        lines += [f"  {name}: {reason}" for name, reason in (tried or {}).items()]
+        others = [row.backend for row in self.rows if row.valid and row.backend in self.order and row.backend not in self.explicit]
+        advice = f"\nCould serve it: {', '.join(others)} (fallback=True chooses automatically)." if self.explicit and others else ""
+        return "\n".join([f"{asked} {self._problem()}:", *lines]) + advice
+
+    def _problem(self) -> str:
+        config = self.config
+        where = config.device_type if config.capability is None else f"{config.device_type} {config.capability}"
+        mask = "causal" if config.is_causal else "full"
+        dims = f"{config.dimensions.qk_head_dim}/{config.dimensions.v_head_dim}"
+        lengths = ", lengths on the device only" if config.traced else ""
+        return f"{where}, {config.dtype}, {config.num_heads} heads of {dims}, {mask}{', lse' if config.needs_lse else ''}{lengths}"
+
+    def _mark(self, row: Row) -> str:
+        return "->" if row.backend == self.chosen else ("ok" if row.valid else "no")
+
+    def _why(self, row: Row) -> str:
+        if not row.valid:
+            return "; ".join(row.reasons)
+        detail = "; ".join((row.kernel.split(".")[1], *row.versions, *row.copies))
+        if row.backend != self.chosen:
+            return detail
+        return f"{'asked for' if row.backend in self.explicit else 'first valid in the order'}; {detail}"

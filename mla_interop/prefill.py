@@ -1,0 +1,243 @@
+"""From a call's arguments to a launch: the checks, the selection and the arithmetic that every frontend shares.
+
+``resolve`` depends on shapes, dtypes and options only, and is cached; ``bind`` adds what the lengths say.  A frontend describes
+its arrays as :class:`TensorSpec`, calls both, allocates, and launches.
+"""
+
+import functools
+import numbers
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mla_interop.backends.base import Kernel, MLAPrefillBackend
+from mla_interop.capability import device_capability, device_properties
+from mla_interop.config import environment_key
+from mla_interop.dimensions import MLADimensions
+from mla_interop.errors import MLAInputError, input_error
+from mla_interop.exchange import TensorSpec
+from mla_interop.selector import MLAPrefillSelectorConfig, select
+from mla_interop.sequences import PrefillMetadata, dense_metadata, prepare_metadata
+
+FINISH_TAIL, FINISH_EMPTY_ROWS = 1, 2
+
+
+class Options(NamedTuple):
+    """The options of a call that decide what runs; hashable."""
+
+    scale: float | None = None
+    is_causal: bool = True
+    return_lse: bool = False
+    backend: Any = None
+    fallback: bool = False
+    padding: str = "finite"
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A checked call: which kernel, and the shapes of what it writes.
+
+    Attributes:
+        backend: The ready backend.
+        out_shape, lse_shape: ``(T, N, V)`` and ``(N, T)``.
+        scale: The softmax scale.
+        copies: Which of q, k, v the frontend has to make contiguous for this kernel.
+        empty: Whether there is nothing to launch: no query row, no key, no head or no sequence. Then out is 0 and lse -inf.
+    """
+
+    backend: MLAPrefillBackend
+    out_shape: tuple[int, int, int]
+    lse_shape: tuple[int, int]
+    scale: float
+    copies: tuple[bool, bool, bool]
+    empty: bool
+    options: Options
+
+    @property
+    def kernel(self) -> Kernel:
+        return self.backend.kernel
+
+
+class Bound(NamedTuple):
+    """What the lengths add to a resolved call; the scalar arguments of a launch, and the rows of k and v that it may read."""
+
+    metadata: PrefillMetadata
+    max_seqlen_q: int
+    max_seqlen_k: int
+    finish: int
+    num_tokens_k: int
+    scratch_floats: int
+
+
+def resolve(q: TensorSpec, k: TensorSpec, v: TensorSpec, options: Options, num_seqs: int, has_lengths: bool) -> Resolved:
+    """Check a packed call and select its kernel.
+
+    Args:
+        q, k, v: ``[T, N, D]``, ``[S, N, D]``, ``[S, N, V]``.
+        options: The call's options.
+        num_seqs: B.
+        has_lengths: Whether the host knows the lengths, or a work list came with them.
+
+    Raises:
+        MLAInputError: An argument is wrong.
+        MLAUnsupportedError: No backend, or not the one asked for, can serve it.
+    """
+    return _resolve(q, k, v, options, num_seqs, has_lengths, environment_key())
+
+
+@functools.lru_cache(maxsize=8192)
+def _resolve(
+    q: TensorSpec, k: TensorSpec, v: TensorSpec, options: Options, num_seqs: int, has_lengths: bool, environment: tuple[str | None, ...]
+) -> Resolved:
+    del environment  # only a part of the key
+    _check_tensors(q, k, v)
+    scale = _check_options(options, q.shape[2])
+    tokens, heads, qk_head_dim = q.shape
+    on_gpu = q.device_type == "cuda"
+    config = MLAPrefillSelectorConfig(
+        dtype=q.dtype,
+        dimensions=MLADimensions.from_head_dims(qk_head_dim, v.shape[2]),
+        num_heads=heads,
+        device_type=q.device_type,
+        capability=device_capability("cuda", q.device_index) if on_gpu else None,
+        is_causal=options.is_causal,
+        needs_lse=options.return_lse,
+        traced=not has_lengths,
+        num_sms=device_properties(q.device_index).num_sms if on_gpu and device_capability("cuda", q.device_index) else None,
+    )
+    backend = select(config, options.backend, options.fallback)
+    copies = tuple(_needs_copy(name, spec, backend.kernel) for name, spec in zip("qkv", (q, k, v), strict=True))
+    empty = not (tokens and k.shape[0] and heads and num_seqs)
+    return Resolved(backend, (tokens, heads, v.shape[2]), (heads, tokens), scale, copies, empty, options)  # pyright: ignore[reportArgumentType]
+
+
+def bind(call: Resolved, metadata: PrefillMetadata, num_tokens_k: int) -> Bound:
+    """Add what the lengths say: bounds, which rows may be read, what has to be filled, and the work list.
+
+    Raises:
+        MLAInputError: The lengths do not fit the tensors.
+    """
+    bounds, host = metadata.bounds, metadata.host
+    tokens = call.out_shape[0]
+    _check_tokens("q", "cu_seqlens_q", tokens, bounds.num_tokens_q, bounds.padded_q, host and host.total_q)
+    _check_tokens("k", "cu_seqlens_k", num_tokens_k, bounds.num_tokens_k, bounds.padded_k, host and host.total_k)
+    if host is not None:
+        tail, empties = host.total_q < tokens, host.has_empty_rows(call.options.is_causal)
+        max_q, max_k, readable = host.max_seqlen_q, host.max_seqlen_k, host.total_k
+    else:
+        tail, empties = bounds.padded_q, True
+        max_q, max_k = bounds.max_seqlen_q or tokens, bounds.max_seqlen_k or num_tokens_k
+        readable = num_tokens_k
+    finish = FINISH_TAIL * tail + FINISH_EMPTY_ROWS * (empties and not call.kernel.native_empty_rows)
+    if call.kernel.plan is not None and not call.empty:
+        metadata = call.backend.with_plan(_with_rows(metadata, tokens))
+    scratch = call.kernel.scratch_floats(tokens, call.out_shape[1], call.options.return_lse)
+    return Bound(metadata, max_q, max_k, finish, readable, scratch)
+
+
+def metadata_for(
+    q: TensorSpec,
+    k: TensorSpec,
+    metadata: PrefillMetadata | None,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    check: bool,
+) -> PrefillMetadata:
+    """The metadata of a call from whichever form the caller gave: metadata, cumulative lengths, or neither (one sequence, or dense).
+
+    Raises:
+        MLAInputError: Two forms at once, or lengths with a dense batch.
+    """
+    if metadata is not None:
+        if cu_seqlens_q is not None or cu_seqlens_k is not None or max_seqlen_q is not None or max_seqlen_k is not None:
+            raise MLAInputError("metadata: given together with cu_seqlens or max_seqlen; allowed: one of the two, since metadata holds both.")
+        if not isinstance(metadata, PrefillMetadata):
+            raise input_error("metadata", type(metadata).__name__, "what prepare_metadata returns")
+        return metadata
+    if cu_seqlens_q is None and cu_seqlens_k is not None:
+        raise input_error("cu_seqlens_q", "None with cu_seqlens_k given", "both, or cu_seqlens_q alone")
+    if cu_seqlens_q is None:
+        return dense_metadata(1, q.shape[0], k.shape[0])
+    # Keys may be packed tighter than the queries' buffer: only queries and keys that share lengths share their bounds.
+    return prepare_metadata(
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        num_tokens_q=q.shape[0],
+        num_tokens_k=k.shape[0],
+        check=check,
+    )
+
+
+def _check_tensors(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> None:
+    for name, spec in zip("qkv", (q, k, v), strict=True):
+        if len(spec.shape) != 3:
+            raise input_error(name, f"shape {spec.shape}", "packed [tokens, heads, dim] or dense [batch, tokens, heads, dim]; the same form for q, k and v")
+    for name, spec in (("k", k), ("v", v)):
+        if spec.dtype != q.dtype:
+            raise input_error(name, f"dtype {spec.dtype}", f"q's dtype, {q.dtype}")
+        if (spec.device_type, spec.device_index) != (q.device_type, q.device_index):
+            raise input_error(name, f"device {spec.device}", f"q's device, {q.device}")
+        if spec.shape[1] != q.shape[1]:
+            raise input_error(name, f"{spec.shape[1]} heads", f"q's number of heads, {q.shape[1]}", "K and V must be expanded to all heads.")
+    if k.shape[2] != q.shape[2]:
+        raise input_error("k", f"last dim {k.shape[2]}", f"q's last dim, {q.shape[2]}")
+    if k.shape[0] != v.shape[0]:
+        raise input_error("v", f"{v.shape[0]} rows", f"k's number of rows, {k.shape[0]}")
+    if q.shape[2] == 0 or v.shape[2] == 0:
+        raise input_error("q" if q.shape[2] == 0 else "v", "last dim 0", "a positive head dimension")
+
+
+def _check_options(options: Options, qk_head_dim: int) -> float:
+    if options.padding not in ("finite", "any"):
+        raise input_error("padding", repr(options.padding), "'finite' or 'any'")
+    for name, value in (("is_causal", options.is_causal), ("return_lse", options.return_lse), ("fallback", options.fallback)):
+        if not isinstance(value, bool):
+            raise input_error(name, repr(value), "True or False")
+    if options.scale is None:
+        return qk_head_dim**-0.5
+    if not isinstance(options.scale, numbers.Real) or isinstance(options.scale, bool) or not np.isfinite(options.scale):
+        raise input_error("scale", repr(options.scale), "a finite number, or None for D ** -0.5")
+    return float(options.scale)
+
+
+def _check_tokens(tensor: str, lengths: str, rows: int, stated: int | None, padded: bool, total: int | None) -> None:
+    if total is not None and total > rows:
+        raise input_error(lengths, f"a last value of {total}", f"at most the {rows} rows of {tensor}")
+    # Exact metadata promised that there is no row past the end; a compiled program relies on it.
+    if stated is not None and stated != rows:
+        kind = "a buffer of" if padded else "exactly"
+        raise input_error(tensor, f"{rows} rows", f"{stated}, since the metadata was prepared for {kind} {stated}", "See num_tokens_q, num_tokens_k.")
+
+
+def _needs_copy(name: str, spec: TensorSpec, kernel: Kernel) -> bool:
+    if spec.strides is None or 0 in spec.shape:
+        return False
+    multiple = max(1, 16 // np.dtype(np.uint8 if spec.dtype.startswith("float8") else _WIDTHS.get(spec.dtype, np.float32)).itemsize)
+    expected, compact = 1, True
+    for extent, stride in zip(reversed(spec.shape), reversed(spec.strides), strict=True):
+        compact &= extent == 1 or stride == expected
+        expected *= extent
+    if compact:
+        return not spec.aligned and kernel.kind == "compiled" and spec.device_type == "cuda"
+    if name not in kernel.strided or spec.strides[2] != 1 and spec.shape[2] != 1:
+        return True
+    outer = [stride for extent, stride in zip(spec.shape[:2], spec.strides[:2], strict=True) if extent > 1]
+    # A stride of 0 (a broadcast head) never reaches a kernel (sglang#20598); vector loads need 16-byte multiples.
+    return any(stride <= 0 or (spec.device_type == "cuda" and stride % multiple) for stride in outer) or not spec.aligned
+
+
+_WIDTHS = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32, "float64": np.uint64}
+
+
+def _with_rows(metadata: PrefillMetadata, rows: int) -> PrefillMetadata:
+    """Metadata that states T, which work lists depend on."""
+    if metadata.bounds.num_tokens_q is not None:
+        return metadata
+    from dataclasses import replace
+
+    return metadata.with_arrays(metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.plan, replace(metadata.bounds, num_tokens_q=rows))

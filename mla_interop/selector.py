@@ -1,0 +1,160 @@
+"""Select and explain: one answer to "which kernel, and why", for every frontend.
+
+An explicit choice and an automatic one go through the same ``validate_configuration``. Support is data: reasons, each
+with what was found and what is allowed. A choice is cached under everything it depends on, the environment included.
+"""
+
+import functools
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mla_interop.backends.base import MLAPrefillBackend
+from mla_interop.backends.registry import backend_class, names, order_for, parse_names
+from mla_interop.capability import DeviceCapability, device_capability
+from mla_interop.config import MLAPrefillConfig, environment_key
+from mla_interop.dimensions import MLADimensions
+from mla_interop.errors import MLABuildError, MLAUnavailableError, MLAUnsupportedError, input_error
+from mla_interop.explain import Row, SelectionTable
+
+DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLAPrefillSelectorConfig:
+    """The problem, as far as the choice of a kernel depends on it. Hashable, and free of any framework's types.
+
+    Attributes:
+        dtype: NumPy-style name of q, k and v's dtype.
+        dimensions: Head dimensions.
+        num_heads: N.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        capability: Compute capability of the (stated) target; read from device 0 if left out on CUDA.
+        is_causal: Causal (bottom-right) or full attention.
+        needs_lse: Whether LSE is wanted.
+        traced: Whether the lengths are known on the device only, and no work list came with them.
+        num_sms: Multiprocessors of the target, for work lists; None: as on device 0.
+        flash_attn_version: 2, 3 or 4: the only generation that FLASH_ATTN may use; None: ``MLA_INTEROP_FLASH_ATTN_VERSION``, else any.
+    """
+
+    dtype: str = "bfloat16"
+    dimensions: MLADimensions
+    num_heads: int
+    device_type: str = "cuda"
+    capability: DeviceCapability | None = None
+    is_causal: bool = True
+    needs_lse: bool = True
+    traced: bool = False
+    num_sms: int | None = None
+    flash_attn_version: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise input_error("dtype", repr(self.dtype), ", ".join(DTYPES))
+        if self.flash_attn_version not in (None, 2, 3, 4):
+            raise input_error("flash_attn_version", repr(self.flash_attn_version), "2, 3, 4 or None")
+        if self.device_type not in ("cpu", "cuda"):
+            raise input_error("device_type", repr(self.device_type), "'cpu' or 'cuda'")
+        capability = self.capability
+        if capability is not None:
+            object.__setattr__(self, "capability", DeviceCapability.parse(capability))
+        elif self.device_type == "cuda":
+            object.__setattr__(self, "capability", device_capability("cuda"))
+
+    def kernel_name(self, backend: str, variant: str) -> str:
+        """The one form of kernel names: ``BACKEND.variant.arch.dtype.DxV.mask.lse``."""
+        arch = f"sm_{self.capability.major}{self.capability.minor}" if self.capability else self.device_type
+        head_dims = f"{self.dimensions.qk_head_dim}x{self.dimensions.v_head_dim}"
+        mask, lse = "causal" if self.is_causal else "full", "lse" if self.needs_lse else "nolse"
+        return f"{backend}.{variant}.{arch}.{self.dtype}.{head_dims}.{mask}.{lse}"
+
+
+def select(config: MLAPrefillSelectorConfig, backend: Any = None, fallback: bool = False) -> MLAPrefillBackend:
+    """The backend to use for ``config``, ready to run: its kernel is compiled and loaded.
+
+    Args:
+        config: The problem.
+        backend: An explicit choice: a name in any case, an enum member, or an ordered sequence. None: ``MLA_INTEROP_BACKEND``, else
+            the order of the device's architecture.
+        fallback: If the explicit choice is not valid, warn and choose automatically instead of raising.
+
+    Raises:
+        MLAInputError: An unknown name.
+        MLAUnsupportedError: The explicit choice is not valid, or nothing is; with every reason.
+    """
+    return _select(config, _hashable(backend), fallback, environment_key())
+
+
+def get_mla_prefill_backend(config: MLAPrefillSelectorConfig, backend: Any = None, fallback: bool = False) -> type[MLAPrefillBackend]:
+    """The class that :func:`select` chooses, by the same rules; nothing is compiled or loaded."""
+    table = explain(config, backend, fallback)
+    if table.chosen is None:
+        raise MLAUnsupportedError(table.refusal())
+    return backend_class(table.chosen)
+
+
+def clear_cache() -> None:
+    """Forget every choice made so far in this process."""
+    _select.cache_clear()
+
+
+def explain(config: MLAPrefillSelectorConfig, backend: Any = None, fallback: bool = False) -> SelectionTable:
+    """Which backends can serve ``config``, why the others cannot, and which one is chosen. Compiles and loads nothing.
+
+    The result prints as a table, shows as one in a notebook, and has ``to_dict``.
+    """
+    settings = MLAPrefillConfig(backend=_hashable(backend), flash_attn_version=config.flash_attn_version).over(MLAPrefillConfig.from_environment())
+    config = replace(config, flash_attn_version=settings.flash_attn_version)
+    explicit = parse_names("backend", settings.backend) if settings.backend is not None else ()
+    order = parse_names("order", settings.order) if settings.order is not None else order_for(config.device_type, config.capability)
+    rows = [_row(name, config, settings.allow_reference is not False) for name in dict.fromkeys([*explicit, *order, *names()])]
+    valid = {row.backend for row in rows if row.valid}
+    chosen = next((name for name in explicit if name in valid), None)
+    if chosen is None and (not explicit or fallback):
+        chosen = next((name for name in order if name in valid), None)
+    return SelectionTable(config=config, rows=tuple(rows), chosen=chosen, explicit=explicit, order=order)
+
+
+@functools.lru_cache(maxsize=4096)
+def _select(config: MLAPrefillSelectorConfig, backend: Any, fallback: bool, environment: tuple[str | None, ...]) -> MLAPrefillBackend:
+    del environment  # only a part of the key
+    table = explain(config, backend, fallback)
+    tried: dict[str, str] = {}
+    for name in _candidates(table, fallback):
+        cls = backend_class(name)
+        for kernel in cls.kernels(table.config)[0]:
+            try:
+                _ = kernel.launch
+            except (MLABuildError, MLAUnavailableError) as error:
+                tried[f"{name} ({kernel.name.split('.')[1]})"] = str(error)
+                continue
+            _warn(table, name, config)
+            return cls(table.config, kernel)
+    raise MLAUnsupportedError(table.refusal(tried))
+
+
+def _candidates(table: SelectionTable, fallback: bool) -> list[str]:
+    valid = [row.backend for row in table.rows if row.valid]
+    wanted = table.explicit if table.explicit and not fallback else (*table.explicit, *table.order)
+    return [name for name in dict.fromkeys(wanted) if name in valid]
+
+
+def _warn(table: SelectionTable, name: str, config: MLAPrefillSelectorConfig) -> None:
+    if table.explicit and name not in table.explicit:
+        reasons = "; ".join(f"{row.backend}: {', '.join(row.reasons)}" for row in table.rows if row.backend in table.explicit)
+        warnings.warn(f"backend {', '.join(table.explicit)} cannot be used ({reasons}); using {name} instead", stacklevel=4)
+    elif name == "REFERENCE" and config.device_type == "cuda" and "REFERENCE" not in table.explicit:
+        warnings.warn(f"no kernel can serve this on the GPU; using REFERENCE, plain array code, which is slow. {table.refusal()}", stacklevel=4)
+
+
+def _row(name: str, config: MLAPrefillSelectorConfig, allow_reference: bool) -> Row:
+    cls = backend_class(name)
+    reasons = cls.validate_configuration(config)
+    if name == "REFERENCE" and not allow_reference:
+        reasons = [*reasons, "not allowed (allow_reference=False)"]
+    return Row.of(name, tuple(reasons), None if reasons else cls.kernels(config)[0][0])
+
+
+def _hashable(backend: Any) -> Any:
+    return tuple(backend) if isinstance(backend, (list, tuple)) else backend
+

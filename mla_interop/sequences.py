@@ -1,0 +1,226 @@
+"""The one metadata path: cumulative lengths in, checked and immutable metadata out, for every frontend and every backend.
+
+Lengths that are on the host are checked here, once.  Lengths that are only on a device, or traced, are never read back
+in a call (``check=True`` does, for debugging); what is then known of them are bounds.
+"""
+
+import functools
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mla_interop.errors import MLAInputError, input_error
+from mla_interop.exchange import host_values, is_tracer, read_back
+
+if TYPE_CHECKING:
+    from mla_interop.selector import MLAPrefillSelectorConfig
+
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The static part of metadata: what a compiled program may depend on. It does not change with the lengths inside one bucket.
+
+    Attributes:
+        num_seqs: B.
+        num_tokens_q, num_tokens_k: Rows of q (T) and of k, v (S), when stated or known; None leaves them to the call.
+        padded_q, padded_k: Whether rows past the last sequence may exist.
+        max_seqlen_q, max_seqlen_k: The caller's upper bounds of one sequence's length; None means T and S.
+        plan_for: Name of the kernel that the work list belongs to, if there is one.
+    """
+
+    num_seqs: int
+    num_tokens_q: int | None
+    num_tokens_k: int | None
+    padded_q: bool
+    padded_k: bool
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    plan_for: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class HostLengths:
+    """Lengths known on the host, with what follows from them. Arrays are int32 and read-only."""
+
+    cu_seqlens_q: np.ndarray
+    cu_seqlens_k: np.ndarray
+
+    @functools.cached_property
+    def total_q(self) -> int:
+        return int(self.cu_seqlens_q[-1])
+
+    @functools.cached_property
+    def total_k(self) -> int:
+        return int(self.cu_seqlens_k[-1])
+
+    @functools.cached_property
+    def lengths_q(self) -> np.ndarray:
+        return np.diff(self.cu_seqlens_q)
+
+    @functools.cached_property
+    def lengths_k(self) -> np.ndarray:
+        return np.diff(self.cu_seqlens_k)
+
+    @functools.cached_property
+    def max_seqlen_q(self) -> int:
+        return int(self.lengths_q.max(initial=0))
+
+    @functools.cached_property
+    def max_seqlen_k(self) -> int:
+        return int(self.lengths_k.max(initial=0))
+
+    def has_empty_rows(self, is_causal: bool) -> bool:
+        """Whether some query row sees no key: under the causal mask those are the first len_q - len_k of a sequence."""
+        missing = self.lengths_q > self.lengths_k if is_causal else (self.lengths_q > 0) & (self.lengths_k == 0)
+        return bool(missing.any())
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillMetadata:
+    """Checked lengths of a ragged batch, for any number of layers and calls. Made by :func:`prepare_metadata`.
+
+    Attributes:
+        cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``: NumPy, device arrays, or tracers.
+        plan: The work list of ``bounds.plan_for`` (uint8), or None.
+        bounds: The static part.
+        host: The lengths, where the host knows them. They do not enter a compiled program.
+    """
+
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    plan: Any
+    bounds: Bounds
+    host: HostLengths | None = None
+    _memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def remember(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What ``make`` gave for ``key`` the first time: device copies, work lists and checked calls are made once per metadata."""
+        try:
+            return self._memo[key]
+        except KeyError:
+            return self._memo.setdefault(key, make())
+
+    def with_arrays(self, cu_seqlens_q: Any, cu_seqlens_k: Any, plan: Any, bounds: Bounds | None = None) -> "PrefillMetadata":
+        """The same lengths in other arrays (moved to a device, or with a work list)."""
+        return PrefillMetadata(cu_seqlens_q, cu_seqlens_k, plan, bounds or self.bounds, self.host)
+
+
+def prepare_metadata(
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    num_tokens_q: int | None = None,
+    num_tokens_k: int | None = None,
+    is_causal: bool = True,
+    config: "MLAPrefillSelectorConfig | None" = None,
+    backend: Any = None,
+    check: bool = False,
+) -> PrefillMetadata:
+    """Check the lengths of a ragged batch and derive what kernels need from them.
+
+    Args:
+        cu_seqlens_q: int32 ``[B + 1]`` cumulative query lengths, starting at 0, never decreasing. A list, a NumPy array, or any
+            array in CPU memory is known to the host and checked; int64 is range-checked and converted. A device array or a
+            tracer must be int32 and is not read.
+        cu_seqlens_k: The same for keys; None means equal to ``cu_seqlens_q``.
+        max_seqlen_q, max_seqlen_k: Upper bounds of one sequence's length, in tokens. An error if the host knows better.
+        num_tokens_q, num_tokens_k: T and S of the (padded) buffers. None: exactly ``cu_seqlens[-1]`` where the host knows it.
+            State a bucket's size here, and new lengths inside the bucket do not recompile a jitted program.
+        is_causal: The mask that a work list is balanced for. Metadata serves both masks all the same.
+        config: Makes the work list, if the backend selected for this configuration needs one.
+        backend: An explicit choice, as for ``select``; only with ``config``.
+        check: Read device arrays back and check them too (a host sync, for debugging).
+
+    Returns:
+        Immutable metadata.
+
+    Raises:
+        MLAInputError: See above; also if lengths end past the stated tokens, or the two have unequal lengths.
+        MLAUnsupportedError: With ``config``: no backend can serve it.
+    """
+    same = cu_seqlens_k is None
+    array_q, host_q = _lengths("cu_seqlens_q", cu_seqlens_q, check)
+    array_k, host_k = (array_q, host_q) if same else _lengths("cu_seqlens_k", cu_seqlens_k, check)
+    if array_q.shape != array_k.shape:
+        raise input_error("cu_seqlens_k", f"shape {tuple(array_k.shape)}", f"the shape of cu_seqlens_q, {tuple(array_q.shape)}")
+    host = HostLengths(host_q, host_k) if host_q is not None and host_k is not None else None
+    num_tokens_k = num_tokens_q if same and num_tokens_k is None else num_tokens_k
+    tokens_q, padded_q = _tokens("num_tokens_q", num_tokens_q, host and host.total_q)
+    tokens_k, padded_k = _tokens("num_tokens_k", num_tokens_k, host and host.total_k)
+    _check_maximum("max_seqlen_q", max_seqlen_q, host and host.max_seqlen_q)
+    _check_maximum("max_seqlen_k", max_seqlen_k, host and host.max_seqlen_k)
+    bounds = Bounds(array_q.shape[0] - 1, tokens_q, tokens_k, padded_q, padded_k, max_seqlen_q, max_seqlen_k)
+    metadata = PrefillMetadata(array_q, array_k, None, bounds, host)
+    if config is None:
+        return metadata
+    from mla_interop.selector import select  # the selector's configuration is itself made of this module's bounds
+
+    return select(config, backend).prepare_metadata(metadata, is_causal=is_causal)
+
+
+@functools.lru_cache(maxsize=256)
+def dense_metadata(batch: int, tokens_q: int, tokens_k: int) -> PrefillMetadata:
+    """Metadata of ``batch`` sequences of equal length, as a dense ``[B, T, N, D]`` input has them."""
+    if batch * max(tokens_q, tokens_k) > INT32_MAX:
+        raise input_error("q, k", f"{batch} x {max(tokens_q, tokens_k)} tokens", f"at most {INT32_MAX} tokens in all (int32 offsets)")
+    steps = np.arange(batch + 1, dtype=np.int32)
+    return prepare_metadata(steps * np.int32(tokens_q), steps * np.int32(tokens_k))
+
+
+def _lengths(name: str, values: Any, check: bool) -> tuple[Any, np.ndarray | None]:
+    """The array to compute with, and the checked host copy of it where the host may know it."""
+    host = host_values(values)
+    if host is not None:
+        checked = _checked(name, host)
+        return checked, checked
+    array = _device_lengths(name, values)
+    return array, _checked(name, read_back(array)) if check and not is_tracer(array) else None
+
+
+def _checked(name: str, array: np.ndarray) -> np.ndarray:
+    if array.ndim != 1 or array.size == 0:
+        raise input_error(name, f"shape {array.shape}", "one dimension, [B + 1], starting with 0")
+    if array.dtype.kind not in "iu":
+        raise input_error(name, f"dtype {array.dtype}", "int32 (host values of other integer types are converted)")
+    if array.dtype != np.int32 and (array.max() > INT32_MAX or array.min() < 0):
+        raise input_error(name, f"values from {array.min()} to {array.max()}", f"0 to {INT32_MAX}: offsets are int32")
+    array = array.astype(np.int32)  # always a copy: metadata must not change when the caller's array does
+    if array[0] != 0:
+        raise input_error(name, f"a first value of {array[0]}", "0", "Lengths are cumulative: [0, len_0, len_0 + len_1, ...].")
+    falls = np.flatnonzero(array[1:] < array[:-1])
+    if falls.size:
+        raise input_error(name, f"{array[falls[0]]} followed by {array[falls[0] + 1]} at index {falls[0] + 1}", "values that never decrease")
+    array.flags.writeable = False
+    return array
+
+
+def _device_lengths(name: str, array: Any) -> Any:
+    shape, dtype = getattr(array, "shape", None), str(getattr(array, "dtype", "")).rpartition(".")[2]
+    if shape is None or len(shape) != 1 or shape[0] == 0:
+        raise input_error(name, type(array).__name__ if shape is None else f"shape {tuple(shape)}", "an int32 array of shape [B + 1]")
+    if dtype != "int32":
+        raise input_error(name, f"dtype {dtype} on a device", "int32", "Convert it before the call; only host values are converted here.")
+    return array
+
+
+def _tokens(name: str, stated: int | None, total: int | None) -> tuple[int | None, bool]:
+    if stated is None:
+        return total, total is None
+    if total is not None and stated < total:
+        raise input_error(name, f"{stated} tokens", f"at least the last cumulative length, {total}")
+    return stated, True
+
+
+def _check_maximum(name: str, stated: int | None, truth: int | None) -> None:
+    if stated is None:
+        return
+    if not isinstance(stated, (int, np.integer)) or isinstance(stated, bool):
+        raise MLAInputError(f"{name}: got {type(stated).__name__}; allowed: a Python integer on the host, or None. A device scalar would need a sync.")
+    if stated < 0 or (truth is not None and stated < truth):
+        raise input_error(name, str(stated), "a non-negative upper bound" if truth is None else f"at least the longest sequence, {truth}")
