@@ -45,10 +45,11 @@ lint: $(STAMP)
 install: $(STAMP)
 
 $(STAMP): pyproject.toml Makefile
+	@echo "Installing into $(VENV) for $(FLAVOUR), once; this takes some minutes."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet $(PACKAGES)
-	touch $@
+	$(BIN)/python -m pip install -qq --upgrade pip
+	$(BIN)/python -m pip install -qq $(PACKAGES)
+	@touch $@
 
 clean:
 	rm -rf $(VENV) demo-output dist build .pytest_cache .ruff_cache
