@@ -56,10 +56,10 @@ class Kernels {
       resolve = resolve_;
     }
     // Not under the lock: Python may load a kernel here, for seconds, and other kernels shall run meanwhile.
-    auto function = resolve(std::string(name)).as<Function>();
-    if (!function.has_value()) return nullptr;
+    auto function = resolve(std::string(name)).cast<Function>();  // of None: a null function
+    if (function == nullptr) return nullptr;
     std::unique_lock lock(mutex_);
-    return &found_.emplace(std::string(name), *std::move(function)).first->second;
+    return &found_.emplace(std::string(name), std::move(function)).first->second;
   }
 
   void CollectGarbage() {

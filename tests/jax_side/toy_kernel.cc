@@ -1,0 +1,48 @@
+// Compiled kernels of the package's ABI for tests/jax_side: one reports what it sees, the others do nothing.
+#include <dlfcn.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
+
+namespace {
+
+using tvm::ffi::Optional;
+using tvm::ffi::TensorView;
+
+// Whether the calling thread holds Python's GIL; -1 in a process without Python.
+int HoldsGil() {
+  auto check = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
+  return check == nullptr ? -1 : check();
+}
+
+// out[0, 0, :] = (GIL held, rows of k, environment stream, max_seqlen_q, max_seqlen_k, finish, scale, has plan)
+void Report(TensorView q, TensorView k, TensorView v, TensorView, TensorView, Optional<TensorView> plan, Optional<TensorView>, TensorView out,
+            Optional<TensorView>, double scale, int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t finish) {
+  DLDevice device = q.device();
+  double seen[] = {static_cast<double>(HoldsGil()),
+                   static_cast<double>(k.size(0)),
+                   static_cast<double>(reinterpret_cast<intptr_t>(TVMFFIEnvGetStream(device.device_type, device.device_id))),
+                   static_cast<double>(max_seqlen_q),
+                   static_cast<double>(max_seqlen_k),
+                   static_cast<double>(finish),
+                   scale,
+                   plan.has_value() ? 1.0 : 0.0};
+  auto* data = static_cast<double*>(out.data_ptr());
+  for (int64_t i = 0; i < out.numel(); ++i) data[i] = seen[i % 8];
+}
+
+void Nothing(TensorView, TensorView, TensorView, TensorView, TensorView, Optional<TensorView>, Optional<TensorView>, TensorView, Optional<TensorView>,
+             double, int64_t, int64_t, int64_t) {}
+
+// The same eight buffers in the order of XLA's operands and results, for jax-tvm-ffi.
+void NothingOfEight(TensorView, TensorView, TensorView, TensorView, TensorView, TensorView, TensorView, TensorView) {}
+void NothingOfEightAndFive(TensorView, TensorView, TensorView, TensorView, TensorView, TensorView, TensorView, TensorView, double, int64_t, int64_t,
+                           int64_t, int64_t) {}
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(report, Report);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(nothing, Nothing);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(nothing_of_eight, NothingOfEight);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(nothing_of_eight_and_five, NothingOfEightAndFive);
