@@ -15,8 +15,8 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
 
 REQUIRABLE = {"torch": "torch", "jax": "jax", "flash-attn-4": "flash_attn", "flashinfer": "flashinfer"}
 LEFT_OUT_WHY = {
-    "slow": "slow: more than about ten seconds each (`make test-all` runs them)",
-    "gpu": "gpu: they need a CUDA device",
+    "slow": "slow: takes more than about ten seconds (`make test-all` runs it)",
+    "gpu": "gpu: needs a CUDA device",
     "other": "not selected on the command line",
 }
 left_out: Counter[str] = Counter()
