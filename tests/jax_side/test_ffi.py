@@ -1,4 +1,4 @@
-"""The XLA handler and its Python side, on a CPU: values, errors, registration, export, and that a call neither leaks nor runs Python."""
+"""The XLA handler and its Python side: values, errors, registration, export, and that a call neither leaks nor runs Python."""
 
 import dataclasses
 import functools
@@ -6,7 +6,7 @@ import importlib
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,13 @@ def attention(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, plan: Any, scratch: 
         scores = np.einsum("tnd,snd->nts", q[rows], k[keys]) * scale
         lse[:, rows] = np.log(np.exp(scores).sum(-1))
         out[rows] = np.einsum("nts,snv->tnv", np.exp(scores - lse[:, rows, None]), v[keys])
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Everything but the tests of a GPU runs on a CPU, also where there is a GPU."""
+    with jax.default_device(jax.local_devices(backend="cuda" if request.node.get_closest_marker("gpu") else "cpu")[0]):
+        yield
 
 
 @pytest.fixture
@@ -213,7 +220,7 @@ def test_every_target_can_be_registered_and_has_its_export_check() -> None:
 @pytest.mark.parametrize("serialized", [False, True])
 def test_export_round_trip(kernel: Any, problem: Any, serialized: bool) -> None:
     run = jax.jit(functools.partial(ffi.call, make_spec(kernel(attention))))
-    exported = jax.export.export(run, disabled_checks=ffi.EXPORT_CHECKS)(*problem)
+    exported = jax.export.export(run, platforms=["cpu"], disabled_checks=ffi.EXPORT_CHECKS)(*problem)
     if serialized:
         pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
         exported = jax.export.deserialize(exported.serialize())
@@ -313,3 +320,37 @@ def test_print_the_cost_of_a_call(kernel: Any, problem: Any) -> None:
             loop()
             seconds.append(time.perf_counter() - start)
         print(f"{label}: {min(seconds) / count * 1e6:.2f} us per turn")
+
+
+@pytest.mark.gpu
+def test_a_compiled_kernel_follows_xlas_stream_on_a_gpu(kernel: Any, problem: Any) -> None:
+    name, before, turns = kernel(toy().fill_on_gpu), toy().fills(), 50
+
+    def two_layers(q: Any, *others: Any) -> Any:
+        first = ffi.call(make_spec(name, "compiled", scale=1.5), q, *others)[0]
+        return first + ffi.call(make_spec(name, "compiled", scale=2.0), q + first.mean(), *others)[0]
+
+    run, arrays = jax.jit(two_layers), [jnp.asarray(array) for array in problem]
+    for _ in range(turns):
+        np.testing.assert_array_equal(run(*arrays), np.full((T, N, V), 3.5, np.float32))
+    # Fewer calls than launches: XLA replays a CUDA graph that it captured.
+    print(f"{toy().fills() - before} handler calls in {turns} runs of two kernels")
+
+
+@pytest.mark.gpu
+def test_a_python_kernel_gets_owned_tensors_on_a_gpu(kernel: Any, problem: Any) -> None:
+    torch = pytest.importorskip("torch")
+    streams = []
+
+    def launch(*args: Any) -> None:
+        q, out = torch.from_dlpack(args[0]), torch.from_dlpack(args[7])
+        streams.append(tvm_ffi.get_raw_stream(args[0].device))
+        with torch.cuda.stream(torch.cuda.ExternalStream(streams[-1])):
+            torch.mul(q[..., :V], args[9], out=out)
+
+    run, arrays = jax.jit(functools.partial(ffi.call, make_spec(kernel(launch)))), [jnp.asarray(array) for array in problem]
+    for _ in range(5):
+        np.testing.assert_allclose(run(*arrays)[0], problem[0][..., :V] * 0.5)
+    assert len(streams) == 5 and all(streams)  # never replayed from a captured graph
+    with pytest.raises(jax.errors.JaxRuntimeError, match="kept a tensor"):
+        jax.block_until_ready(ffi.call(make_spec(kernel(lambda *args: streams.append(args[0]))), *arrays))

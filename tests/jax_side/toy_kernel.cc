@@ -1,9 +1,12 @@
-// Compiled kernels of the package's ABI for tests/jax_side: one reports what it sees, the others do nothing.
+// Compiled kernels of the package's ABI for tests/jax_side: one reports what it sees, one writes on a GPU, the others do nothing.
 #include <dlfcn.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/optional.h>
+
+#include <atomic>
+#include <cstring>
 
 namespace {
 
@@ -32,6 +35,27 @@ void Report(TensorView q, TensorView k, TensorView v, TensorView, TensorView, Op
   for (int64_t i = 0; i < out.numel(); ++i) data[i] = seen[i % 8];
 }
 
+std::atomic<int64_t> fills{0};
+
+// Fills out, float32 on a GPU, with `scale`, by the driver's asynchronous memset on the environment stream.
+void FillOnGpu(TensorView, TensorView, TensorView, TensorView, TensorView, Optional<TensorView>, Optional<TensorView>, TensorView out,
+               Optional<TensorView>, double scale, int64_t, int64_t, int64_t) {
+  static auto memset_async =
+      reinterpret_cast<int (*)(uint64_t, uint32_t, size_t, void*)>(dlsym(dlopen("libcuda.so.1", RTLD_NOW), "cuMemsetD32Async"));
+  DLDevice device = out.device();
+  void* stream = TVMFFIEnvGetStream(device.device_type, device.device_id);
+  if (stream == nullptr) TVM_FFI_THROW(RuntimeError) << "no stream";
+  if (HoldsGil() != 0) TVM_FFI_THROW(RuntimeError) << "the GIL is held";
+  auto value = static_cast<float>(scale);
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  int code = memset_async(reinterpret_cast<uint64_t>(out.data_ptr()), bits, out.numel(), stream);
+  if (code != 0) TVM_FFI_THROW(RuntimeError) << "cuMemsetD32Async: " << code;
+  ++fills;
+}
+
+int64_t Fills() { return fills; }
+
 void Nothing(TensorView, TensorView, TensorView, TensorView, TensorView, Optional<TensorView>, Optional<TensorView>, TensorView, Optional<TensorView>,
              double, int64_t, int64_t, int64_t) {}
 
@@ -43,6 +67,8 @@ void NothingOfEightAndFive(TensorView, TensorView, TensorView, TensorView, Tenso
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(report, Report);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(fill_on_gpu, FillOnGpu);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(fills, Fills);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(nothing, Nothing);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(nothing_of_eight, NothingOfEight);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(nothing_of_eight_and_five, NothingOfEightAndFive);
