@@ -5,40 +5,14 @@ a callback that does nothing, of 2048 tokens and 16 heads, took 63 ms on an H200
 microseconds.  Such a program can be neither exported nor captured into a CUDA graph.
 """
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-import tvm_ffi
 
 from jax_side.ffi import CallSpec
-
-
-class _DLDataType(ctypes.Structure):
-    _fields_ = [("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)]
-
-
-# DLPack's type codes of the dtypes that NumPy cannot export because they come from ml_dtypes (dlpack.h).
-_DLPACK_CODES = {"bfloat16": 4, "float8_e4m3fn": 10, "float8_e5m2": 12}
-# Offset of dl_tensor.dtype in DLManagedTensorVersioned: a header of 32 bytes, then data (8), device (8) and ndim (4).
-_DTYPE_OFFSET = 32 + 20
-_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_capsule_pointer.restype = ctypes.c_void_p
-_capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
-
-
-def _tensor(array: np.ndarray) -> tvm_ffi.Tensor:
-    """``array`` as a tvm_ffi.Tensor over the same memory; read-only arrays and ml_dtypes' dtypes are taken too."""
-    name = array.dtype.name
-    if name not in _DLPACK_CODES:
-        return tvm_ffi.from_dlpack(array.__dlpack__(max_version=(1, 0)))
-    # The bits go out as unsigned integers, and the capsule, which nobody has seen yet, is told their true type.
-    capsule = array.view(f"u{array.itemsize}").__dlpack__(max_version=(1, 0))
-    dtype = _DLDataType.from_address(_capsule_pointer(capsule, b"dltensor_versioned") + _DTYPE_OFFSET)
-    dtype.code = _DLPACK_CODES[name]
-    return tvm_ffi.from_dlpack(capsule)
+from mla_interop.host_tensor import as_tensor
 
 
 def pure_callback(
@@ -65,9 +39,9 @@ def pure_callback(
         q, k, v, *others = (np.asarray(array) for array in arrays)
         if spec.num_k >= 0:
             k, v = k[: spec.num_k], v[: spec.num_k]
-        operands = [_tensor(array) for array in (q, k, v, *others)]
+        operands = [as_tensor(array) for array in (q, k, v, *others)]
         results = [np.empty(buffer.shape, buffer.dtype) for buffer in buffers]
-        written = [_tensor(array) for array in results]
+        written = [as_tensor(array) for array in results]
         lse = written[1] if has_lse else None
         scratch = written[-1] if spec.scratch_floats else None
         work_list = operands[5] if len(operands) == 6 else None

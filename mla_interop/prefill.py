@@ -6,7 +6,8 @@ its arrays as :class:`TensorSpec`, calls both, allocates, and launches.
 
 import functools
 import numbers
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,7 +61,8 @@ class Resolved:
 
 
 class Bound(NamedTuple):
-    """What the lengths add to a resolved call; the scalar arguments of a launch, and the rows of k and v that it may read."""
+    """What the lengths add to a resolved call: the scalar arguments of a launch, the rows of k and v that it may read, and whether
+    there is nothing to launch."""
 
     metadata: PrefillMetadata
     max_seqlen_q: int
@@ -68,6 +70,7 @@ class Bound(NamedTuple):
     finish: int
     num_tokens_k: int
     scratch_floats: int
+    empty: bool
 
 
 def resolve(q: TensorSpec, k: TensorSpec, v: TensorSpec, options: Options, num_seqs: int, has_lengths: bool) -> Resolved:
@@ -87,9 +90,7 @@ def resolve(q: TensorSpec, k: TensorSpec, v: TensorSpec, options: Options, num_s
 
 
 @functools.lru_cache(maxsize=8192)
-def _resolve(
-    q: TensorSpec, k: TensorSpec, v: TensorSpec, options: Options, num_seqs: int, has_lengths: bool, environment: tuple[str | None, ...]
-) -> Resolved:
+def _resolve(q: TensorSpec, k: TensorSpec, v: TensorSpec, options: Options, num_seqs: int, has_lengths: bool, environment: tuple[str | None, ...]) -> Resolved:
     del environment  # only a part of the key
     _check_tensors(q, k, v)
     scale = _check_options(options, q.shape[2])
@@ -104,6 +105,7 @@ def _resolve(
         is_causal=options.is_causal,
         needs_lse=options.return_lse,
         traced=not has_lengths,
+        scale=scale,
         num_sms=device_properties(q.device_index).num_sms if on_gpu and device_capability("cuda", q.device_index) else None,
     )
     backend = select(config, options.backend, options.fallback)
@@ -112,8 +114,14 @@ def _resolve(
     return Resolved(backend, (tokens, heads, v.shape[2]), (heads, tokens), scale, copies, empty, options)  # pyright: ignore[reportArgumentType]
 
 
-def bind(call: Resolved, metadata: PrefillMetadata, num_tokens_k: int) -> Bound:
+def bind(call: Resolved, metadata: PrefillMetadata, num_tokens_k: int, exact: bool) -> Bound:
     """Add what the lengths say: bounds, which rows may be read, what has to be filled, and the work list.
+
+    Args:
+        call: The resolved call.
+        metadata: Its lengths.
+        num_tokens_k: Rows of k and v.
+        exact: Whether the true maxima may be used where the host knows them; a compiled program would depend on them.
 
     Raises:
         MLAInputError: The lengths do not fit the tensors.
@@ -124,16 +132,19 @@ def bind(call: Resolved, metadata: PrefillMetadata, num_tokens_k: int) -> Bound:
     _check_tokens("k", "cu_seqlens_k", num_tokens_k, bounds.num_tokens_k, bounds.padded_k, host and host.total_k)
     if host is not None:
         tail, empties = host.total_q < tokens, host.has_empty_rows(call.options.is_causal)
-        max_q, max_k, readable = host.max_seqlen_q, host.max_seqlen_k, host.total_k
+        readable = host.total_k
     else:
-        tail, empties = bounds.padded_q, True
-        max_q, max_k = bounds.max_seqlen_q or tokens, bounds.max_seqlen_k or num_tokens_k
-        readable = num_tokens_k
+        tail, empties, readable = bounds.padded_q, True, num_tokens_k
+    if host is not None and exact:
+        max_q, max_k = host.max_seqlen_q, host.max_seqlen_k
+    else:
+        max_q = tokens if bounds.max_seqlen_q is None else bounds.max_seqlen_q
+        max_k = num_tokens_k if bounds.max_seqlen_k is None else bounds.max_seqlen_k
     finish = FINISH_TAIL * tail + FINISH_EMPTY_ROWS * (empties and not call.kernel.native_empty_rows)
-    if call.kernel.plan is not None and not call.empty:
+    if call.kernel.plan is not None and not call.empty and readable:
         metadata = call.backend.with_plan(_with_rows(metadata, tokens))
     scratch = call.kernel.scratch_floats(tokens, call.out_shape[1], call.options.return_lse)
-    return Bound(metadata, max_q, max_k, finish, readable, scratch)
+    return Bound(metadata, max_q, max_k, finish, readable, scratch, call.empty or readable == 0)
 
 
 def metadata_for(
@@ -161,7 +172,6 @@ def metadata_for(
         raise input_error("cu_seqlens_q", "None with cu_seqlens_k given", "both, or cu_seqlens_q alone")
     if cu_seqlens_q is None:
         return dense_metadata(1, q.shape[0], k.shape[0])
-    # Keys may be packed tighter than the queries' buffer: only queries and keys that share lengths share their bounds.
     return prepare_metadata(
         cu_seqlens_q,
         cu_seqlens_k,
@@ -171,6 +181,27 @@ def metadata_for(
         num_tokens_k=k.shape[0],
         check=check,
     )
+
+
+def dense_call(q: Any, k: Any, v: Any, lengths: tuple[Any, ...], run: Callable[..., Any]) -> Any:
+    """A dense ``[B, T, N, D]`` batch through the packed call ``run(q, k, v, metadata)``; arrays of any framework.
+
+    Packing is a view wherever the strides allow one. LSE comes back as ``[B, N, T]``.
+
+    Raises:
+        MLAInputError: k or v does not match q, or lengths were given too.
+    """
+    if any(given is not None for given in lengths):
+        raise MLAInputError("cu_seqlens, max_seqlen, metadata: given with a dense [B, T, N, D] batch; allowed: packed [T, N, D] input, or no lengths.")
+    if not (len(k.shape) == len(v.shape) == 4 and q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1] == v.shape[1]):
+        got = f"shapes {tuple(k.shape)}, {tuple(v.shape)}"
+        raise input_error("k, v", got, f"dense like q, {tuple(q.shape)}, with the same batch, and k as long as v")
+    batch, tokens, heads, _ = q.shape
+    packed = (x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in (q, k, v))
+    result = run(*packed, dense_metadata(batch, tokens, k.shape[1]))
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    out = out.reshape(batch, tokens, heads, v.shape[3])
+    return out if lse is None else (out, lse.reshape(heads, batch, tokens).swapaxes(0, 1))
 
 
 def _check_tensors(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> None:
@@ -238,6 +269,4 @@ def _with_rows(metadata: PrefillMetadata, rows: int) -> PrefillMetadata:
     """Metadata that states T, which work lists depend on."""
     if metadata.bounds.num_tokens_q is not None:
         return metadata
-    from dataclasses import replace
-
     return metadata.with_arrays(metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.plan, replace(metadata.bounds, num_tokens_q=rows))

@@ -33,6 +33,7 @@ class MLAPrefillSelectorConfig:
         is_causal: Causal (bottom-right) or full attention.
         needs_lse: Whether LSE is wanted.
         traced: Whether the lengths are known on the device only, and no work list came with them.
+        scale: The softmax scale, where known: some kernels are wrong for scales that are negative or nearly 0.
         num_sms: Multiprocessors of the target, for work lists; None: as on device 0.
         flash_attn_version: 2, 3 or 4: the only generation that FLASH_ATTN may use; None: ``MLA_INTEROP_FLASH_ATTN_VERSION``, else any.
     """
@@ -45,6 +46,7 @@ class MLAPrefillSelectorConfig:
     is_causal: bool = True
     needs_lse: bool = True
     traced: bool = False
+    scale: float | None = None
     num_sms: int | None = None
     flash_attn_version: int | None = None
 
@@ -157,4 +159,3 @@ def _row(name: str, config: MLAPrefillSelectorConfig, allow_reference: bool) -> 
 
 def _hashable(backend: Any) -> Any:
     return tuple(backend) if isinstance(backend, (list, tuple)) else backend
-

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import array_api_compat
 import numpy as np
 
 from mla_interop.errors import MLAInputError, input_error
@@ -40,6 +41,11 @@ class Bounds:
     max_seqlen_q: int | None
     max_seqlen_k: int | None
     plan_for: str | None = None
+
+    @property
+    def backend(self) -> str | None:
+        """The backend that the work list was made for, which is then the backend of every call with this metadata."""
+        return self.plan_for.partition(".")[0] if self.plan_for else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +109,11 @@ class PrefillMetadata:
             return self._memo[key]
         except KeyError:
             return self._memo.setdefault(key, make())
+
+    @property
+    def has_lengths(self) -> bool:
+        """Whether a kernel with a work list can be served: the host knows the lengths, or the list is there."""
+        return self.host is not None or self.plan is not None
 
     def with_arrays(self, cu_seqlens_q: Any, cu_seqlens_k: Any, plan: Any, bounds: Bounds | None = None) -> "PrefillMetadata":
         """The same lengths in other arrays (moved to a device, or with a work list)."""
@@ -171,6 +182,13 @@ def dense_metadata(batch: int, tokens_q: int, tokens_k: int) -> PrefillMetadata:
         raise input_error("q, k", f"{batch} x {max(tokens_q, tokens_k)} tokens", f"at most {INT32_MAX} tokens in all (int32 offsets)")
     steps = np.arange(batch + 1, dtype=np.int32)
     return prepare_metadata(steps * np.int32(tokens_q), steps * np.int32(tokens_k))
+
+
+def clear_tail(values: Any, cu_seqlens: Any) -> Any:
+    """``values`` with 0 in its rows at or past ``cu_seqlens[-1]``, by selection: a new array, which XLA fuses into the producer."""
+    xp = array_api_compat.array_namespace(values)
+    inside = xp.arange(values.shape[0], dtype=xp.int32, device=array_api_compat.device(cu_seqlens)) < cu_seqlens[-1]
+    return xp.where(xp.reshape(inside, (-1,) + (1,) * (values.ndim - 1)), values, xp.zeros_like(values))
 
 
 def _lengths(name: str, values: Any, check: bool) -> tuple[Any, np.ndarray | None]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import array_api_compat
 
 from mla_interop.backends.base import Kernel, MLAPrefillBackend
+from mla_interop.sequences import clear_tail
 
 if TYPE_CHECKING:
     from mla_interop.selector import MLAPrefillSelectorConfig
@@ -60,12 +61,10 @@ def attention(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, scal
     """
     xp = array_api_compat.array_namespace(q, k, v)
     wide = xp.float64 if q.dtype == xp.float64 else xp.float32
-    reach, first = _visible_keys(xp, q.shape[0], cu_seqlens_q, cu_seqlens_k, is_causal)
+    reach, first = visible_keys(xp, q.shape[0], cu_seqlens_q, cu_seqlens_k, is_causal)
     queries = xp.permute_dims(xp.astype(q, wide), (1, 0, 2)) * scale
     # Keys past the last sequence may hold anything: select them away, never multiply by a zero weight.
-    inside = (xp.arange(v.shape[0], device=array_api_compat.device(cu_seqlens_k)) < cu_seqlens_k[-1])[:, None, None]
-    keys = xp.where(inside, k, xp.zeros_like(k))
-    values = xp.where(inside, v, xp.zeros_like(v))
+    keys, values = clear_tail(k, cu_seqlens_k), clear_tail(v, cu_seqlens_k)
     top = xp.full_like(queries[..., 0], -math.inf)
     total, out = xp.zeros_like(top), xp.zeros_like(queries[..., :1] * xp.astype(values[:1, 0, :], wide))
     for start in range(0, k.shape[0], BLOCK):
@@ -86,7 +85,7 @@ def attention(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, scal
     return xp.astype(xp.permute_dims(out / safe[..., None], (1, 0, 2)), q.dtype), lse
 
 
-def _visible_keys(xp: Any, rows: int, cu_seqlens_q: Any, cu_seqlens_k: Any, is_causal: bool) -> tuple[Any, Any]:
+def visible_keys(xp: Any, rows: int, cu_seqlens_q: Any, cu_seqlens_k: Any, is_causal: bool) -> tuple[Any, Any]:
     """Per query row, the half-open range [first, reach) of the keys it sees; empty for rows past the last sequence."""
     row = xp.arange(rows, dtype=xp.int32, device=array_api_compat.device(cu_seqlens_q))
     # The sequence of a row: how many sequences end at or before it. Rows past the end belong to none.

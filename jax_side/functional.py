@@ -1,0 +1,213 @@
+"""``mla_prefill`` on JAX arrays and tracers: describe, resolve at trace time, and one custom call."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_side import callback, ffi
+from jax_side.ffi import CallSpec
+from mla_interop import sequences
+from mla_interop.errors import MLAUnsupportedError, input_error
+from mla_interop.exchange import TensorSpec, is_tracer
+from mla_interop.prefill import Bound, Options, Resolved, bind, dense_call, metadata_for, resolve
+from mla_interop.sequences import PrefillMetadata
+
+_ROUTES = ("ffi", "callback")
+
+
+def mla_prefill(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    metadata: PrefillMetadata | None = None,
+    scale: float | None = None,
+    is_causal: bool = True,
+    return_lse: bool = False,
+    backend: Any = None,
+    fallback: bool = False,
+    padding: str = "finite",
+    check: bool = False,
+    out: None = None,
+    route: str = "ffi",
+) -> Any:
+    """MLA prefill attention over a ragged batch, inside or outside ``jax.jit``.
+
+    Everything but the values of the arrays is decided when the call is traced; at run time it is one XLA custom call.
+
+    Args:
+        q, k, v: ``[T, N, D]``, ``[S, N, D]``, ``[S, N, V]`` packed, or ``[B, T, N, D]``, ``[B, S, N, D]``, ``[B, S, N, V]`` dense, of one
+            dtype on one device. The number of dimensions says which.
+        cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]`` cumulative lengths of packed input: a list or NumPy array (checked, and part of a
+            traced program), or a JAX array or tracer (data). ``cu_seqlens_k=None`` means equal to q's; both None means one sequence.
+        max_seqlen_q, max_seqlen_k: Static upper bounds of one sequence's length; None: T and S.
+        metadata: What ``prepare_metadata`` returned, instead of the lengths. It is a pytree: pass it as an argument of the jitted function,
+            and new lengths inside one bucket (T, S, B) do not recompile.
+        scale: Multiplied with the raw scores; None: ``D ** -0.5``. YaRN's factor is yours (``mla_interop.softmax_scale``).
+        is_causal: Bottom-right aligned causal mask: query i sees key j when ``j <= i + len_k - len_q``. False: no mask.
+        return_lse: Also return LSE.
+        backend: A backend's name, or several in order; None: ``MLA_INTEROP_BACKEND``, else the device's order.
+        fallback: If the named backend cannot serve this, warn and choose automatically instead of raising.
+        padding: ``"finite"``: rows of v past ``cu_seqlens_k[-1]`` are finite. ``"any"``: they may hold anything, and are cleared by a select.
+        check: Read concrete device lengths back and check them: a host sync, for debugging. Does nothing for tracers.
+        out: Only None: JAX arrays are immutable. The keyword is here for symmetry with ``torch_side``.
+        route: ``"ffi"``, or ``"callback"``: through host memory and Python (``jax_side.callback`` says what that costs).
+
+    Returns:
+        ``out``, shaped like q with V as its last dimension, in q's dtype; with ``return_lse`` also float32 ``lse``, the natural log of the softmax
+        denominator of the scaled scores, ``[N, T]`` packed or ``[B, N, T]`` dense. Rows without a key, and rows at or past
+        ``cu_seqlens_q[-1]``, get 0 and -inf.
+
+    Raises:
+        MLAInputError: An argument is wrong; nothing was launched.
+        MLAUnsupportedError: No backend, or not the one asked for, can serve it, with every reason; or the call is differentiated or
+            vmapped (REFERENCE can be).
+    """
+    if out is not None:
+        raise input_error("out", type(out).__name__, "None", "JAX arrays are immutable; use the returned array.")
+    if route not in _ROUTES:
+        raise input_error("route", repr(route), "'ffi' or 'callback'")
+    q, k, v = (_array(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    options = Options(scale, is_causal, return_lse, tuple(backend) if isinstance(backend, list) else backend, fallback, padding)
+    if q.ndim == 4:
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, metadata)
+        return dense_call(q, k, v, lengths, lambda q, k, v, metadata: _call(q, k, v, _specs(q, k, v), options, metadata, route))
+    specs = _specs(q, k, v)
+    metadata = metadata_for(specs[0], specs[1], metadata, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, check)
+    return _call(q, k, v, specs, options, metadata, route)
+
+
+def prepare_metadata(cu_seqlens_q: Any, cu_seqlens_k: Any = None, *, device: Any = None, **options: Any) -> PrefillMetadata:
+    """``mla_interop.prepare_metadata``, with its arrays on a device already: a pytree to pass through ``jax.jit``.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: As in ``mla_prefill``.
+        device: A ``jax.Device`` or sharding; None: JAX's default device.
+        **options: As in ``mla_interop.prepare_metadata``; ``config`` makes the work list of a backend that needs one.
+    """
+    metadata = sequences.prepare_metadata(cu_seqlens_q, cu_seqlens_k, **options)
+    if is_tracer(metadata.cu_seqlens_q):
+        return metadata
+    arrays = [jax.device_put(array, device) for array in (metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.plan)]
+    return metadata.with_arrays(*arrays)
+
+
+def _flatten(metadata: PrefillMetadata) -> tuple[tuple[Any, Any, Any], sequences.Bounds]:
+    return (metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.plan), metadata.bounds
+
+
+def _unflatten(bounds: sequences.Bounds, arrays: tuple[Any, Any, Any]) -> PrefillMetadata:
+    return PrefillMetadata(*arrays, bounds)
+
+
+if not getattr(PrefillMetadata, "_is_jax_pytree", False):  # importlib.reload runs this again; JAX refuses a second registration
+    jax.tree_util.register_pytree_node(PrefillMetadata, _flatten, _unflatten)
+    PrefillMetadata._is_jax_pytree = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _call(q: Any, k: Any, v: Any, specs: tuple[TensorSpec, TensorSpec, TensorSpec], options: Options, metadata: PrefillMetadata, route: str) -> Any:
+    if options.backend is None and metadata.bounds.backend is not None:
+        options = options._replace(backend=metadata.bounds.backend)
+    call = resolve(*specs, options, metadata.bounds.num_seqs, metadata.has_lengths)
+    bound = bind(call, metadata, k.shape[0], exact=False)
+    if bound.empty:
+        out = jnp.zeros(call.out_shape, q.dtype)
+        return (out, jnp.full(call.lse_shape, -math.inf, jnp.float32)) if options.return_lse else out
+    lengths = (bound.metadata.cu_seqlens_q, bound.metadata.cu_seqlens_k)
+    if options.padding == "any" and metadata.host is None and metadata.bounds.padded_k:
+        v = sequences.clear_tail(v, jnp.asarray(lengths[1]))
+    if call.kernel.kind == "array":
+        out, lse = _array_code(call.scale, options.is_causal, call.kernel.launch, q, k, v, *lengths)
+    elif route == "callback":
+        out, lse = callback.pure_callback(call.kernel.launch, _call_spec(call, bound, k.shape[0], q.dtype), q, k, v, *lengths, bound.metadata.plan)
+    else:
+        out, lse = _custom_call(_call_spec(call, bound, k.shape[0], q.dtype), q, k, v, *lengths, bound.metadata.plan)
+    return (out, lse) if options.return_lse else out
+
+
+def _call_spec(call: Resolved, bound: Bound, rows_k: int, dtype: Any) -> CallSpec:
+    kernel = call.kernel
+    return CallSpec(
+        backend=call.backend.get_name(),
+        kind=kernel.kind,
+        kernel=kernel.register(),
+        out_shape=call.out_shape,
+        out_dtype=np.dtype(dtype),
+        lse_shape=call.lse_shape if call.options.return_lse else None,
+        scratch_floats=bound.scratch_floats,
+        scale=call.scale,
+        max_seqlen_q=bound.max_seqlen_q,
+        max_seqlen_k=bound.max_seqlen_k,
+        finish=bound.finish,
+        num_k=bound.num_tokens_k if bound.num_tokens_k < rows_k else -1,
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _array_code(scale: float, is_causal: bool, attention: Any, q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[Any, Any]:
+    return attention(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, is_causal)
+
+
+@functools.partial(jax.jit, static_argnums=(0,), inline=True)
+def _custom_call(spec: CallSpec, q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, plan: Any) -> tuple[Any, Any]:
+    @jax.custom_batching.custom_vmap
+    def call(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, plan: Any) -> tuple[Any, Any]:
+        return ffi.call(spec, q, k, v, cu_seqlens_q, cu_seqlens_k, plan)
+
+    @call.def_vmap
+    def refuse_vmap(axis_size: int, in_batched: Any, *args: Any) -> Any:
+        raise MLAUnsupportedError(
+            f"mla_prefill ({spec.backend}) under jax.vmap: packed input is a batch already. Give all sequences in one call with cu_seqlens, "
+            "or a dense [B, T, N, D] batch; backend='REFERENCE' can be vmapped."
+        )
+
+    def refuse_jvp(primals: Any, tangents: Any) -> Any:
+        raise MLAUnsupportedError(
+            f"mla_prefill ({spec.backend}) is forward only: it cannot be differentiated (jax.grad, jax.jvp). "
+            "Stop gradients at its inputs with jax.lax.stop_gradient, or use backend='REFERENCE', which is differentiable."
+        )
+
+    forward_only = jax.custom_jvp(call)
+    forward_only.defjvp(refuse_jvp)
+    return forward_only(q, k, v, cu_seqlens_q, cu_seqlens_k, plan)
+
+
+def _array(name: str, x: Any) -> Any:
+    if isinstance(x, np.ndarray):
+        return jnp.asarray(x)
+    if not isinstance(x, jax.Array):
+        raise input_error(name, type(x).__name__, "a jax.Array or a NumPy array", "mla_interop.mla_prefill takes arrays of any framework.")
+    if not is_tracer(x) and x.is_deleted():
+        raise input_error(name, "an array whose buffer was deleted or donated", "a live array")
+    return x
+
+
+def _specs(q: Any, k: Any, v: Any) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
+    shared = _default_device() if any(map(is_tracer, (q, k, v))) else None
+    made = [TensorSpec(x.shape, None, x.dtype.name, *(shared or _device(x.devices()))) for x in (q, k, v)]
+    return made[0], made[1], made[2]
+
+
+def _default_device() -> tuple[str, int]:
+    """Where a traced program will run, as far as tracing can know: JAX's default device."""
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(device, jax.Device):
+        return _device({device})
+    return _platform(device or jax.default_backend()), 0
+
+
+def _device(devices: set[Any]) -> tuple[str, int]:
+    device = min(devices, key=lambda device: device.id)
+    return _platform(device.platform), device.local_hardware_id or 0
+
+
+def _platform(platform: str) -> str:
+    return "cuda" if platform in ("gpu", "cuda") else platform

@@ -1,0 +1,85 @@
+"""FLASH_ATTN: FlashAttention in the best form that is installed and that the architecture and dimensions allow.
+
+In order: FlashAttention-4 compiled ahead of time with our own signature; its Python API; FlashAttention-3; FlashAttention-2;
+torch's built-in FlashAttention-2.  ``flash_attn_version`` narrows the choice to one generation.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from mla_interop.backends.base import Kernel, MLAPrefillBackend
+from mla_interop.kernels import fa4, flash_attn_packages
+from mla_interop.kernels.build import package_version
+
+if TYPE_CHECKING:
+    from mla_interop.selector import MLAPrefillSelectorConfig
+
+
+class FlashAttnBackend(MLAPrefillBackend):
+    """FlashAttention 4, 3 or 2, natively for 192/128 where the generation can, with V padded where it cannot."""
+
+    name = "FLASH_ATTN"
+
+    @classmethod
+    def unavailable_reasons(cls) -> list[str]:
+        """None by itself: what is missing depends on the variant, so ``kernels`` says it."""
+        return []
+
+    @classmethod
+    def kernels(cls, config: "MLAPrefillSelectorConfig") -> tuple[Sequence[Kernel], list[str]]:
+        """Every variant that can serve ``config``, and why each other one cannot."""
+        made: list[Kernel] = []
+        refused: list[str] = []
+        for variant, generation, kernel in _variants(config):
+            if config.flash_attn_version not in (None, generation):
+                refused.append(f"{variant}: flash_attn_version {config.flash_attn_version} was asked for")
+            elif isinstance(kernel, Kernel):
+                made.append(kernel)
+            else:
+                refused.append(f"{variant}: {'; '.join(kernel)}")
+        return made, refused
+
+
+def _variants(config: "MLAPrefillSelectorConfig") -> Iterator[tuple[str, int, Kernel | list[str]]]:
+    yield "fa4", 4, _ahead_of_time(config)
+    for package in flash_attn_packages.PACKAGES:
+        yield package.variant, package.generation, _through_package(config, package)
+
+
+def _ahead_of_time(config: "MLAPrefillSelectorConfig") -> Kernel | list[str]:
+    dimensions, capability = config.dimensions, config.capability
+    assert capability is not None  # validate_configuration refuses an unknown GPU first
+    reasons = fa4.unsupported_reasons(capability, config.dtype, dimensions.qk_head_dim, dimensions.v_head_dim) + fa4_scale_reasons(config.scale)
+    arch = fa4.arch_for(capability)
+    if reasons or arch is None:
+        return reasons
+    return Kernel(
+        name=config.kernel_name("FLASH_ATTN", "fa4"),
+        kind="compiled",
+        make=lambda: fa4.load(arch, config.dtype, dimensions.qk_head_dim, dimensions.v_head_dim, config.is_causal, config.needs_lse),
+        strided=frozenset("qkv"),
+        cuda_graph=True,
+        versions=(f"flash-attn-4 {package_version('flash-attn-4')}",),
+    )
+
+
+def fa4_scale_reasons(scale: float | None) -> list[str]:
+    """Why a scale cannot be served: FlashAttention finds the row's maximum before it scales, so a negative scale turns it into a minimum."""
+    return [f"scale {scale:g} (allowed: >= 0)"] if scale is not None and scale < 0 else []
+
+
+def _through_package(config: "MLAPrefillSelectorConfig", package: "flash_attn_packages.Package") -> Kernel | list[str]:
+    reasons = package.reasons(config.capability, config.dtype, config.dimensions) + fa4_scale_reasons(config.scale)
+    if reasons:
+        return reasons
+    head_dims = config.dimensions.qk_head_dim, config.dimensions.v_head_dim
+    pad = package.pads_v and head_dims[0] != head_dims[1]
+    return Kernel(
+        name=config.kernel_name("FLASH_ATTN", package.variant),
+        kind="python",
+        make=lambda: package.load(config.is_causal),
+        strided=frozenset("qkv") - (frozenset("v") if pad else frozenset()),
+        native_empty_rows=False,
+        copies=(f"v padded from {head_dims[1]} to {head_dims[0]}, out cut back",) if pad else (),
+        versions=(package.version(),),
+    )

@@ -1,0 +1,70 @@
+"""FLASHINFER: FlashInfer's ragged prefill kernels, FA3 on Hopper and FA2 elsewhere, with our own work lists."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mla_interop.backends.base import Kernel, MLAPrefillBackend
+from mla_interop.capability import device_properties
+from mla_interop.kernels import flashinfer_module
+from mla_interop.kernels.build import package_version
+from mla_interop.sequences import HostLengths
+
+if TYPE_CHECKING:
+    from mla_interop.selector import MLAPrefillSelectorConfig
+
+
+class FlashInferBackend(MLAPrefillBackend):
+    """Needs lengths on the host, or metadata prepared with its configuration: its kernels follow a work list."""
+
+    name = "FLASHINFER"
+
+    @classmethod
+    def unavailable_reasons(cls) -> list[str]:
+        """None by itself: what is missing depends on the kernel, so ``kernels`` says it."""
+        return []
+
+    @classmethod
+    def kernels(cls, config: "MLAPrefillSelectorConfig") -> tuple[Sequence[Kernel], list[str]]:
+        """FA3 where it runs (compute capability 9.0), then FA2."""
+        made, refused = [], []
+        for generation in (3, 2):
+            reasons = cls._reasons(config, generation)
+            if not reasons:
+                made.append(_kernel(config, generation))
+            refused += [f"fa{generation}: {reason}" for reason in reasons]
+        return made, refused
+
+    @classmethod
+    def _reasons(cls, config: "MLAPrefillSelectorConfig", generation: int) -> list[str]:
+        assert config.capability is not None  # validate_configuration refuses an unknown GPU first
+        dimensions = config.dimensions
+        reasons = flashinfer_module.unsupported_reasons(config.capability, config.dtype, dimensions.qk_head_dim, dimensions.v_head_dim, generation)
+        if config.traced:
+            reasons.append(
+                "lengths known to the device only (allowed: host lengths, or metadata prepared with config=, since the work list is made on the host)"
+            )
+        if config.scale is not None and config.scale < flashinfer_module.MIN_SCALE:
+            reasons.append(f"scale {config.scale:g} (allowed: >= {flashinfer_module.MIN_SCALE}; its masked scores are finite, flashinfer#4451)")
+        return reasons
+
+
+def _kernel(config: "MLAPrefillSelectorConfig", generation: int) -> Kernel:
+    dimensions, capability = config.dimensions, config.capability
+    assert capability is not None
+
+    def plan(host: HostLengths, rows: int, heads: int) -> np.ndarray:
+        num_sms = config.num_sms or device_properties(0).num_sms
+        return flashinfer_module.plan(generation, host.cu_seqlens_q, host.cu_seqlens_k, rows, heads, config.is_causal, num_sms)
+
+    return Kernel(
+        name=config.kernel_name("FLASHINFER", f"fa{generation}"),
+        kind="compiled",
+        make=lambda: flashinfer_module.load(generation, config.dtype, dimensions.qk_head_dim, dimensions.v_head_dim, config.is_causal, capability),
+        strided=frozenset("qkv"),
+        scratch_floats=flashinfer_module.scratch_floats,
+        plan=plan,
+        cuda_graph=True,
+        versions=(f"flashinfer {package_version('flashinfer-python')}",),
+    )

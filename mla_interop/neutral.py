@@ -1,0 +1,134 @@
+"""The neutral door: ``mla_prefill`` on any objects with ``__dlpack__``, mixed as they come; the result is of q's type."""
+
+import importlib
+import math
+from typing import Any
+
+import numpy as np
+
+from mla_interop.errors import MLAInputError, input_error
+from mla_interop.exchange import TensorSpec, framework_of, is_tracer
+from mla_interop.host_tensor import as_tensor
+from mla_interop.prefill import Options, bind, dense_call, metadata_for, resolve
+from mla_interop.sequences import PrefillMetadata
+
+_FRONTENDS = {"torch": "torch_side", "jax": "jax_side"}
+
+
+def mla_prefill(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    """MLA prefill attention on arrays of any framework; runs on their device, returns the type of q.
+
+    torch tensors and JAX arrays go to their frontends, with k and v exchanged by DLPack where they are of another framework;
+    CuPy arrays and other exporters of DLPack go through torch. NumPy arrays run on the CPU.
+
+    Args:
+        q, k, v: As in ``torch_side.mla_prefill``.
+        **options: As there: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, metadata, scale, is_causal, return_lse, backend,
+            fallback, padding, check; ``out`` for torch and NumPy.
+
+    Raises:
+        MLAInputError: Also for tracers: inside ``jax.jit`` use ``jax_side.mla_prefill``.
+    """
+    kind = framework_of(q)
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if is_tracer(array):
+            raise MLAInputError(f"{name}: got a JAX tracer; the neutral door needs values. Inside jax.jit, call jax_side.mla_prefill.")
+        if not framework_of(array):
+            raise input_error(name, type(array).__name__, "an array with __dlpack__ and __dlpack_device__ (NumPy, CuPy, torch, JAX, ...)")
+    if kind in _FRONTENDS:
+        frontend = importlib.import_module(_FRONTENDS[kind])
+        return frontend.mla_prefill(q, *(array if framework_of(array) == kind else _imported(kind, array, q) for array in (k, v)), **options)
+    if kind == "numpy":
+        return _numpy(q, *(array if isinstance(array, np.ndarray) else _host(name, array) for name, array in (("k", k), ("v", v))), **options)
+    return _through_torch(q, k, v, options)
+
+
+def _imported(kind: str, array: Any, like: Any) -> Any:
+    if kind == "torch":
+        return importlib.import_module("torch").from_dlpack(array)
+    if framework_of(array) == "numpy":
+        return importlib.import_module("jax.numpy").asarray(array)
+    # JAX takes compact arrays only, and says so in words of its own; torch's view of the same memory can be made compact.
+    try:
+        return importlib.import_module("jax").dlpack.from_dlpack(array)
+    except Exception as error:
+        raise MLAInputError(
+            f"k, v: a {type(array).__name__} cannot enter JAX without a copy ({error}). Make it contiguous, detached and on q's device."
+        ) from error
+
+
+def _host(name: str, array: Any) -> np.ndarray:
+    if int(array.__dlpack_device__()[0]) != 1:
+        raise input_error(name, "an array on a device", "CPU memory, where q is", "Nothing is copied between devices here.")
+    return np.asarray(array.detach() if hasattr(array, "detach") else array)
+
+
+def _through_torch(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as error:
+        raise MLAInputError(f"q: a {type(q).__name__} needs torch to run its kernel, and torch is not installed ({error}).") from error
+    result = importlib.import_module("torch_side").mla_prefill(*map(torch.from_dlpack, (q, k, v)), **options)
+    back = getattr(importlib.import_module(type(q).__module__.partition(".")[0]), "from_dlpack", None)
+    if back is None:
+        return result
+    return tuple(map(back, result)) if isinstance(result, tuple) else back(result)
+
+
+def _numpy(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    metadata: Any = None,
+    scale: float | None = None,
+    is_causal: bool = True,
+    return_lse: bool = False,
+    backend: Any = None,
+    fallback: bool = False,
+    padding: str = "finite",
+    check: bool = False,
+    out: np.ndarray | None = None,
+) -> Any:
+    options = Options(scale, is_causal, return_lse, tuple(backend) if isinstance(backend, list) else backend, fallback, padding)
+    if out is not None and (out.shape != (*q.shape[:-1], v.shape[-1]) or out.dtype != q.dtype or not out.flags.c_contiguous or not out.flags.writeable):
+        raise input_error("out", f"{out.shape}, {out.dtype}", f"a writable C-contiguous array of shape {(*q.shape[:-1], v.shape[-1])}, {q.dtype}")
+    if q.ndim == 4:
+        packed_out = None if out is None else out.reshape(-1, *out.shape[2:])
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, metadata)
+        return dense_call(q, k, v, lengths, lambda q, k, v, metadata: _run_numpy(q, k, v, options, metadata, packed_out))
+    metadata = metadata_for(_spec(q), _spec(k), metadata, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, check)
+    return _run_numpy(q, k, v, options, metadata, out)
+
+
+def _run_numpy(q: np.ndarray, k: np.ndarray, v: np.ndarray, options: Options, metadata: PrefillMetadata, out: np.ndarray | None) -> Any:
+    call = resolve(_spec(q), _spec(k), _spec(v), options, metadata.bounds.num_seqs, metadata.has_lengths)
+    bound = bind(call, metadata, k.shape[0], exact=True)
+    out = np.empty(call.out_shape, q.dtype) if out is None else out
+    lse = np.empty(call.lse_shape, np.float32) if options.return_lse else None
+    k, v = k[: bound.num_tokens_k], v[: bound.num_tokens_k]
+    q, k, v = (np.ascontiguousarray(x) if copy else x for x, copy in zip((q, k, v), call.copies, strict=True))
+    lengths = np.asarray(bound.metadata.cu_seqlens_q), np.asarray(bound.metadata.cu_seqlens_k)
+    if bound.empty:
+        out.fill(0)
+        if lse is not None:
+            lse.fill(-math.inf)
+    elif call.kernel.kind == "array":
+        made, made_lse = call.kernel.launch(q, k, v, *lengths, call.scale, options.is_causal)
+        out[...] = made
+        if lse is not None:
+            lse[...] = made_lse
+    else:
+        inputs = [as_tensor(x) for x in (q, k, v, *lengths)]
+        written = as_tensor(out), None if lse is None else as_tensor(lse)
+        call.kernel.launch(*inputs, None, None, *written, call.scale, bound.max_seqlen_q, bound.max_seqlen_k, bound.finish)
+    return out if lse is None else (out, lse)
+
+
+def _spec(x: np.ndarray) -> TensorSpec:
+    strides = None if x.flags.c_contiguous else tuple(stride // x.itemsize for stride in x.strides)
+    return TensorSpec(x.shape, strides, x.dtype.name, "cpu")

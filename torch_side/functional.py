@@ -1,0 +1,207 @@
+"""``mla_prefill`` on torch tensors: describe, resolve, allocate, launch."""
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from mla_interop import sequences
+from mla_interop.config import environment_key
+from mla_interop.errors import MLAInputError, input_error
+from mla_interop.exchange import TensorSpec
+from mla_interop.prefill import Options, Resolved, bind, dense_call, metadata_for, resolve
+from mla_interop.sequences import PrefillMetadata
+
+_DTYPE_NAMES = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.float8_e4m3fn: "float8_e4m3fn",
+    torch.float8_e5m2: "float8_e5m2",
+}
+
+
+def mla_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    metadata: PrefillMetadata | None = None,
+    scale: float | None = None,
+    is_causal: bool = True,
+    return_lse: bool = False,
+    backend: Any = None,
+    fallback: bool = False,
+    padding: str = "finite",
+    check: bool = False,
+    out: torch.Tensor | None = None,
+) -> Any:
+    """MLA prefill attention over a ragged batch.
+
+    Args:
+        q, k, v: ``[T, N, D]``, ``[S, N, D]``, ``[S, N, V]`` packed, or ``[B, T, N, D]``, ``[B, S, N, D]``, ``[B, S, N, V]`` dense, of one
+            dtype on one device. The number of dimensions says which. Strided views are fine: V is usually one. Never written.
+        cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]`` cumulative lengths of packed input: a list, NumPy array or CPU tensor (checked)
+            or a device tensor (not read). ``cu_seqlens_k=None`` means equal to q's; both None means one sequence.
+        max_seqlen_q, max_seqlen_k: Upper bounds of one sequence's length, as Python integers; None: derived.
+        metadata: What ``prepare_metadata`` returned, instead of the lengths: prepared once, used for every layer.
+        scale: Multiplied with the raw scores; None: ``D ** -0.5``. YaRN's factor is yours (``mla_interop.softmax_scale``).
+        is_causal: Bottom-right aligned causal mask: query i sees key j when ``j <= i + len_k - len_q``. False: no mask.
+        return_lse: Also return LSE.
+        backend: A backend's name, or several in order; None: ``MLA_INTEROP_BACKEND``, else the device's order.
+        fallback: If the named backend cannot serve this, warn and choose automatically instead of raising.
+        padding: ``"finite"``: rows of v past ``cu_seqlens_k[-1]`` are finite (where the host knows the lengths they are not read at all).
+            ``"any"``: they may hold anything; they are cleared by a select first where the lengths are on the device only.
+        check: Read device lengths back and check them: a host sync, for debugging.
+        out: Where to write the output: like the result, contiguous.
+
+    Returns:
+        ``out``, shaped like q with V as its last dimension, in q's dtype, contiguous; with ``return_lse`` also float32 ``lse``, the natural
+        log of the softmax denominator of the scaled scores, ``[N, T]`` packed or ``[B, N, T]`` dense. Rows without a key, and rows at or
+        past ``cu_seqlens_q[-1]``, get 0 and -inf.
+
+    Raises:
+        MLAInputError: An argument is wrong; nothing was launched.
+        MLAUnsupportedError: No backend, or not the one asked for, can serve it; with every reason.
+    """
+    _check_tensors(q, k, v)
+    options = Options(scale, is_causal, return_lse, tuple(backend) if isinstance(backend, list) else backend, fallback, padding)
+    if q.dim() == 4:
+        if out is not None:
+            _check_out(out, (*q.shape[:3], v.shape[-1]), q)
+            out = out.flatten(0, 1)
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, metadata)
+        return dense_call(q, k, v, lengths, lambda q, k, v, metadata: _call(q, k, v, (_spec(q), _spec(k), _spec(v)), options, metadata, out))
+    specs = (_spec(q), _spec(k), _spec(v))
+    metadata = metadata_for(specs[0], specs[1], metadata, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, check)
+    return _call(q, k, v, specs, options, metadata, out)
+
+
+def prepare_metadata(cu_seqlens_q: Any, cu_seqlens_k: Any = None, *, device: Any = None, **options: Any) -> PrefillMetadata:
+    """``mla_interop.prepare_metadata``, with its arrays already on ``device``: no call with the result copies anything to it.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: As in ``mla_prefill``.
+        device: Where q, k and v are; None leaves the copy to the first call.
+        **options: As in ``mla_interop.prepare_metadata``.
+    """
+    metadata = sequences.prepare_metadata(cu_seqlens_q, cu_seqlens_k, **options)
+    if device is not None:
+        _on_device(metadata, torch.empty(0, device=device).device)
+    return metadata
+
+
+class _Launch(NamedTuple):
+    """All that a call with the same metadata, shapes and options shares: what is left to do is allocate and launch."""
+
+    call: Resolved
+    empty: bool
+    launch: Callable[..., Any]
+    arrays: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+    scalars: tuple[float, int, int, int]
+    scratch_floats: int
+    rows_k: int | None
+    clear_v: bool
+
+
+def _call(q: Any, k: Any, v: Any, specs: tuple[TensorSpec, TensorSpec, TensorSpec], options: Options, metadata: PrefillMetadata, out: Any) -> Any:
+    if options.backend is None and metadata.bounds.backend is not None:
+        options = options._replace(backend=metadata.bounds.backend)
+    prepared = metadata.remember((specs, options, environment_key()), lambda: _prepare(specs, options, metadata, q.device))
+    guard = contextlib.nullcontext() if q.device.type == "cpu" or q.device.index == torch.cuda.current_device() else torch.cuda.device(q.device)
+    with guard:
+        return _launch(prepared, q, k, v, out)
+
+
+def _prepare(specs: tuple[TensorSpec, TensorSpec, TensorSpec], options: Options, metadata: PrefillMetadata, device: torch.device) -> _Launch:
+    q, k, v = specs
+    call = resolve(q, k, v, options, metadata.bounds.num_seqs, metadata.has_lengths)
+    bound = bind(call, metadata, k.shape[0], exact=True)
+    cut = bound.num_tokens_k if bound.num_tokens_k < k.shape[0] else None
+    return _Launch(
+        call=call,
+        empty=bound.empty,
+        launch=call.kernel.launch,
+        arrays=_on_device(bound.metadata, device),
+        scalars=(call.scale, bound.max_seqlen_q, bound.max_seqlen_k, bound.finish),
+        scratch_floats=bound.scratch_floats,
+        rows_k=cut,
+        clear_v=options.padding == "any" and metadata.host is None and metadata.bounds.padded_k,
+    )
+
+
+def _launch(prepared: _Launch, q: Any, k: Any, v: Any, out: torch.Tensor | None) -> Any:
+    call = prepared.call
+    if out is None:
+        out = torch.empty(call.out_shape, dtype=q.dtype, device=q.device)
+    else:
+        _check_out(out, call.out_shape, q)
+    lse = torch.empty(call.lse_shape, dtype=torch.float32, device=q.device) if call.options.return_lse else None
+    if prepared.empty:
+        out.zero_()
+        return out if lse is None else (out, lse.fill_(-math.inf))
+    if prepared.rows_k is not None:
+        k, v = k[: prepared.rows_k], v[: prepared.rows_k]
+    cu_seqlens_q, cu_seqlens_k, plan = prepared.arrays
+    if prepared.clear_v:
+        v = sequences.clear_tail(v, cu_seqlens_k)
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        q, k, v = q.detach(), k.detach(), v.detach()  # DLPack refuses tensors that require grad; grad mode is off here
+    q, k, v = (x.contiguous() if copy and not x.is_contiguous() else x.clone() if copy else x for x, copy in zip((q, k, v), call.copies, strict=True))
+    if call.kernel.kind == "array":
+        made, made_lse = prepared.launch(q, k, v, cu_seqlens_q, cu_seqlens_k, call.scale, call.options.is_causal)
+        out.copy_(made)
+        return out if lse is None else (out, lse.copy_(made_lse))
+    scratch = torch.empty(prepared.scratch_floats, dtype=torch.float32, device=q.device) if prepared.scratch_floats else None
+    prepared.launch(q, k, v, cu_seqlens_q, cu_seqlens_k, plan, scratch, out, lse, *prepared.scalars)
+    return out if lse is None else (out, lse)
+
+
+def _on_device(metadata: PrefillMetadata, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def move() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        arrays = [_tensor(name, getattr(metadata, name), device) for name in ("cu_seqlens_q", "cu_seqlens_k", "plan")]
+        return arrays[0], arrays[1], arrays[2]
+
+    return metadata.remember(("torch", device), move)
+
+
+def _tensor(name: str, array: Any, device: torch.device) -> Any:
+    if array is None:
+        return None
+    if isinstance(array, torch.Tensor) or not hasattr(array, "__array_interface__"):
+        tensor = array if isinstance(array, torch.Tensor) else torch.from_dlpack(array)
+        if tensor.device != device:
+            raise input_error(name, f"device {tensor.device}", f"q's device, {device}, or the host")
+        return tensor.contiguous()  # kernels take raw pointers: a strided view gave wrong values (flashinfer#5260)
+    return torch.tensor(array, device=device)
+
+
+def _spec(x: torch.Tensor) -> TensorSpec:
+    device = x.device
+    return TensorSpec(tuple(x.shape), x.stride(), _DTYPE_NAMES.get(x.dtype, str(x.dtype)), device.type, device.index or 0, x.data_ptr() % 16 == 0)
+
+
+def _check_tensors(q: Any, k: Any, v: Any) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise input_error(name, type(x).__name__, "a torch.Tensor", "mla_interop.mla_prefill takes arrays of any framework.")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise MLAInputError(
+                f"{name}: got a tensor that requires grad in grad mode; allowed: inference only, for now. "
+                "Call under torch.no_grad() or torch.inference_mode(), or detach it; backend='REFERENCE' code in JAX is differentiable."
+            )
+        if x.device.type not in ("cpu", "cuda"):
+            raise input_error(name, f"device {x.device}", "cpu or cuda")
+
+
+def _check_out(out: Any, shape: tuple[int, ...], q: torch.Tensor) -> None:
+    if not isinstance(out, torch.Tensor) or tuple(out.shape) != shape or out.dtype != q.dtype or out.device != q.device or not out.is_contiguous():
+        got = f"{tuple(out.shape)}, {out.dtype}, {out.device}" if isinstance(out, torch.Tensor) else type(out).__name__
+        raise input_error("out", got, f"a contiguous tensor of shape {shape}, {q.dtype}, on {q.device}")
