@@ -52,8 +52,7 @@ def cached(name: str, key: Mapping[str, object], build: Callable[[Path], None], 
     Raises:
         MLABuildError: The build failed, or the cache folder cannot be written.
     """
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24]
-    path = cache_dir() / f"{name}-{digest}{suffix}"
+    path = cached_path(name, key, suffix)
     if path.exists():
         return path
     try:
@@ -66,6 +65,12 @@ def cached(name: str, key: Mapping[str, object], build: Callable[[Path], None], 
             f"cannot build {name!r} into the cache folder {path.parent}: {error}. Set MLA_INTEROP_CACHE to a folder that can be written."
         ) from error
     return path
+
+
+def cached_path(name: str, key: Mapping[str, object], suffix: str = ".so") -> Path:
+    """Where :func:`cached` keeps the artefact, whether it is there or not."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    return cache_dir() / f"{name}-{digest}{suffix}"
 
 
 def _build_into(path: Path, name: str, key: Mapping[str, object], build: Callable[[Path], None]) -> None:
@@ -87,10 +92,10 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def run_tool(command: Sequence[str], what: str) -> None:
+def run_tool(command: Sequence[str], what: str, env: Mapping[str, str] | None = None) -> None:
     """Run a compiler or linker; on failure raise with the last lines of what it printed."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
     except FileNotFoundError as error:
         raise MLABuildError(f"cannot build {what}: {command[0]!r} is not on PATH; install a C++ compiler (g++).") from error
     if done.returncode != 0:
@@ -130,7 +135,46 @@ def compile_cpp(
     command += [str(SOURCES / source) for source in sources]
     command += [f"-L{path}" for path in dirs] + [f"-Wl,-rpath,{path}" for path in dirs]
     command += ["-ltvm_ffi", *[f"-l{library}" for library in libraries]]
+    return cached(name, _key(command, sources, depends), lambda out: run_tool([*command, "-o", str(out)], name))
+
+
+def find_nvcc() -> str | None:
+    """The CUDA compiler, or None: under ``CUDA_HOME`` or ``CUDA_PATH``, else on ``PATH``, else in CUDA's default folder."""
+    named = [f"{home}/bin/nvcc" for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")) if home]
+    return next((path for name in [*named, "nvcc", "/usr/local/cuda/bin/nvcc"] if (path := shutil.which(name))), None)
+
+
+def compile_cuda(name: str, sources: Sequence[str], arch: str, *, flags: Sequence[str] = (), depends: Mapping[str, str] | None = None) -> Path:
+    """Compile first-party CUDA C++ from ``csrc/`` against TVM FFI and the static CUDA runtime; return the library's (cached) path.
+
+    Neither the library nor its key names a path of this machine: a cache that was filled elsewhere serves a machine without nvcc.
+
+    Args:
+        name: Name of the library.
+        sources: File names under ``csrc/``.
+        arch: The one architecture to compile for, as in ``"90a"``.
+        flags: Further flags of nvcc.
+        depends: Versions of whatever the result depends on besides the sources and TVM FFI.
+
+    Raises:
+        MLABuildError: There is no nvcc, or it failed.
+    """
+    command = ["-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall", "-cudart=static", *flags]
+    command += [f"-gencode=arch=compute_{arch},code=sm_{arch}"]
+
+    def build(out: Path) -> None:
+        from tvm_ffi import libinfo
+
+        nvcc = find_nvcc()
+        if nvcc is None:
+            raise MLABuildError(f"cannot build {name}: no nvcc under CUDA_HOME, CUDA_PATH or /usr/local/cuda, nor on PATH; install the CUDA toolkit.")
+        paths = [f"-I{path}" for path in libinfo.include_paths()] + [str(SOURCES / source) for source in sources]
+        run_tool([nvcc, *command, *paths, f"-L{Path(libinfo.find_libtvm_ffi()).parent}", "-ltvm_ffi", "-o", str(out)], name)
+
+    return cached(name, _key(command, sources, depends), build)
+
+
+def _key(command: Sequence[str], sources: Sequence[str], depends: Mapping[str, str] | None) -> dict[str, object]:
     headers = sorted(SOURCES.glob("*.h"))
     texts = {path.name: path.read_text() for path in [*headers, *(SOURCES / source for source in sources)]}
-    key = {"command": command, "texts": texts, "tvm_ffi": package_version("apache-tvm-ffi"), "depends": dict(depends or {})}
-    return cached(name, key, lambda out: run_tool([*command, "-o", str(out)], name))
+    return {"command": command, "texts": texts, "tvm_ffi": package_version("apache-tvm-ffi"), "depends": dict(depends or {})}

@@ -151,13 +151,16 @@ void fa3_plan(TensorView cu_q, TensorView cu_k, int64_t rows, int64_t heads, boo
     k_len[entry] = tile.k_len;
     batch_out[entry] = tile.batch;
   }
-  // The unused room is read by nobody, but equal lengths must give equal bytes.
-  for (const int64_t part : {layout.tile, layout.q_start, layout.k_start, layout.q_len, layout.k_len, layout.head, layout.batch})
-    std::memset(base + part + 4 * works, 0, 4 * (layout.entries - works));
+  // The unused room and the gaps between the parts are read by nobody, but equal lengths must give equal bytes.
+  const int64_t ends[][2] = {{layout.tile + 4 * works, layout.q_start}, {layout.q_start + 4 * works, layout.k_start},
+                             {layout.k_start + 4 * works, layout.q_len}, {layout.q_len + 4 * works, layout.k_len},
+                             {layout.k_len + 4 * works, layout.head}, {layout.head + 4 * works, layout.work_indptr},
+                             {layout.work_indptr + 4 * (num_sms + 1), layout.batch}, {layout.batch + 4 * works, layout.bytes}};
+  for (const auto& [used, end] : ends) std::memset(base + used, 0, end - used);
 }
 
-// An entry for CTAs that have nothing to do. A grid has one size, and without split keys this kernel knows no mask of valid
-// entries, so a spare CTA must be told of a tile that stores nothing and costs little. Past the last row of a sequence
+// An entry for CTAs that have nothing to do. A grid has one size, and without split keys FlashInfer 0.6.14 does not look at
+// the mask of valid entries (0.7.4 does), so a spare CTA must be told of a tile that stores nothing and costs little. Past the last row of a sequence
 // the kernel starts at key tile * tile_rows - q_len; where that is at most the key count it meets less than one tile of
 // keys. Where no sequence offers such a tile, every sequence is short, and doing a real tile twice writes equal bytes.
 std::pair<int32_t, int32_t> spare_entry(const Lengths& lengths, int64_t tile_rows) {
@@ -189,6 +192,7 @@ void fa2_plan(TensorView cu_q, TensorView cu_k, int64_t rows, TensorView out) {
       *tile_out++ = static_cast<int32_t>(tile);
     }
   }
+  std::fill_n(base + layout.valid, layout.entries - (request_end - request), uint8_t{1});
   if (request < request_end) {
     const auto [spare_request, spare_tile] = spare_entry(lengths, layout.tile_rows);
     std::fill_n(tile_out, request_end - request, spare_tile);

@@ -51,8 +51,9 @@ struct Fa3Layout {
 // Generation 2: one entry per query tile; every head walks the list, and no tile's keys are split over CTAs.
 struct Fa2Layout {
   int64_t tile_rows;
-  int64_t entries;  // the grid's size: the spare ones do next to nothing (see fa2_plan)
+  int64_t entries;  // the grid's size: the spare ones do next to nothing (see spare_entry)
   int64_t request, tile, kv_tile, o_indptr, kv_chunk, total_rows;  // byte offsets of int32 arrays
+  int64_t valid;                                                   // and of one byte for each entry
   int64_t bytes;
 
   Fa2Layout(int64_t rows, int64_t batch_size) {
@@ -66,6 +67,7 @@ struct Fa2Layout {
     o_indptr = offsets.take(4 * (batch_size + 1));
     kv_chunk = offsets.take(4, 1);
     total_rows = offsets.take(4);
+    valid = offsets.take(entries);
     bytes = offsets.end();
   }
 };

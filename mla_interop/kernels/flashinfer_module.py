@@ -1,0 +1,218 @@
+"""FlashInfer's ragged prefill kernels (generation 2 for Ampere and later, 3 for Hopper) as compiled functions of the kernel ABI.
+
+FlashInfer generates and compiles a module for each dtype and head size. Its ``ragged_run`` needs constants, absent
+tensors and a work list; a native closure adds the first two, and the planner here makes the third on the host, so that neither
+FlashInfer nor torch is imported by a process that only runs the kernel. The module is built once, in a process of its
+own, and kept in this package's cache under a key without machine paths: it can be built where there is no GPU.
+"""
+
+import ctypes
+import importlib.util
+import os
+import re
+import shutil
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mla_interop.errors import MLABuildError
+from mla_interop.kernels.build import cached, cached_path, compile_cpp, compile_cuda, find_nvcc, package_version, run_tool
+
+# Whose raw argument order and work list were read and found equal, first and last; only the first was run.
+PROVEN_VERSIONS = ((0, 6, 14), (0, 7, 4))
+DTYPES = ("float16", "bfloat16")
+# Generation 3 has more sizes, but those of 64 use another tile.
+HEAD_DIMS_3 = ((128, 128), (192, 128), (256, 256))
+# Generation 2 computes offsets in 32 bits: tokens times token stride must stay below this, for q, k, v and out each.
+MAX_ELEMENTS = 2**32
+# Masked scores are -5e4 before scaling in both (flashinfer-ai/flashinfer#4451): a smaller scale would give them weight.
+MIN_SCALE = 2e-3
+
+
+def unsupported_reasons(capability: tuple[int, int], dtype: str, head_dim_qk: int, head_dim_v: int, generation: int) -> list[str]:
+    """Why this kernel cannot be had here; empty when it can. Cheap: imports neither FlashInfer nor torch, and never raises.
+
+    Args:
+        capability: Of the device, as in ``(9, 0)``.
+        dtype: Of q, k, v and out, as in ``"bfloat16"``.
+        head_dim_qk: Width of a head of q and k.
+        head_dim_v: Width of a head of v and out.
+        generation: 2 or 3.
+    """
+    if generation not in (2, 3):
+        return [f"generation: got {generation}; allowed: 2 or 3"]
+    reasons = []
+    if capability != (9, 0) if generation == 3 else capability < (8, 0):
+        reasons.append(f"compute capability: got {capability}; allowed: {'(9, 0)' if generation == 3 else '(8, 0) and later'}")
+    if dtype not in DTYPES:
+        reasons.append(f"dtype: got {dtype}; allowed: {' or '.join(DTYPES)}")
+    if generation == 3 and (head_dim_qk, head_dim_v) not in HEAD_DIMS_3:
+        reasons.append(f"head dims of q/k and v: got {(head_dim_qk, head_dim_v)}; allowed: one of {HEAD_DIMS_3}")
+    # Others compile, and then fault or compute nonsense (flashinfer-ai/flashinfer#4299).
+    if generation == 2 and (head_dim_qk not in (64, 128, 192, 256) or head_dim_v not in (64, 128, 192)):
+        reasons.append(f"head dims of q/k and v: got {(head_dim_qk, head_dim_v)}; allowed: multiples of 64, up to 256 and 192")
+    return reasons + _installation_reasons(capability, dtype, head_dim_qk, head_dim_v, generation)
+
+
+def _installation_reasons(capability: tuple[int, int], dtype: str, head_dim_qk: int, head_dim_v: int, generation: int) -> list[str]:
+    version = _flashinfer_version()
+    if version == "none":
+        return ["flashinfer-python: not installed; allowed: " + _proven()]
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    if numbers is None or not PROVEN_VERSIONS[0] <= tuple(map(int, numbers.groups())) <= PROVEN_VERSIONS[1]:
+        return [f"flashinfer-python: got {version}; allowed: {_proven()}, whose internal call is known"]
+    if cached_path(*_artefact(generation, dtype, head_dim_qk, head_dim_v, capability)).exists():
+        return []
+    absent = [] if find_nvcc() else ["nvcc: not found; needed to build FlashInfer's kernel (install the CUDA toolkit, or set CUDA_HOME)"]
+    if importlib.util.find_spec("torch") is None:
+        absent.append("torch: not installed; needed to build FlashInfer's kernel, though not to run it")
+    if shutil.which("ninja", path=_build_path()) is None:
+        absent.append("ninja: not found; needed to build FlashInfer's kernel (pip install ninja)")
+    return absent
+
+
+@cache
+def _flashinfer_version() -> str:
+    return package_version("flashinfer-python")
+
+
+def _proven() -> str:
+    first, last = (".".join(map(str, version)) for version in PROVEN_VERSIONS)
+    return f"{first} to {last}"
+
+
+@cache
+def load(generation: int, dtype: str, head_dim_qk: int, head_dim_v: int, is_causal: bool, capability: tuple[int, int] = (9, 0)) -> Any:
+    """The kernel as a ``tvm_ffi.Function`` of the ABI; the first call on a machine builds it, for a minute or more.
+
+    ``scale`` must be at least :data:`MIN_SCALE`; ``plan`` comes from :func:`plan`, for the rows of q; where lse is wanted,
+    ``scratch`` has the :func:`scratch_floats` of q. A launch that breaks these raises, before anything runs on the device.
+
+    Args:
+        generation: 2 or 3.
+        dtype: ``"float16"`` or ``"bfloat16"``.
+        head_dim_qk: Width of a head of q and k.
+        head_dim_v: Width of a head of v and out.
+        is_causal: Bottom-right causal mask, or none.
+        capability: Of the device that it will run on.
+
+    Raises:
+        MLABuildError: A part could not be built or loaded.
+    """
+    arch = f"{capability[0]}{capability[1]}"
+    finish = _open(compile_cuda("mla_finish", ["finish.cu"], arch))
+    upstream = _open(upstream_module(generation, dtype, head_dim_qk, head_dim_v, capability))
+    closure = _open(compile_cpp("flashinfer_closure", ["flashinfer_closure.cc"]))
+    return closure.make(upstream.ragged_run, finish.finish, finish.num_sms, generation, is_causal, MIN_SCALE)
+
+
+def upstream_module(generation: int, dtype: str, head_dim_qk: int, head_dim_v: int, capability: tuple[int, int] = (9, 0)) -> Path:
+    """The path of FlashInfer's module in this package's cache, built first if it is not there (no GPU is needed for that)."""
+
+    def build(out: Path) -> None:
+        folders = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+        arch = f"{capability[0]}.{capability[1]}"
+        env = {**os.environ, "PATH": _build_path(), "PYTHONPATH": folders, "FLASHINFER_CUDA_ARCH_LIST": arch}
+        arguments = [str(generation), dtype, str(head_dim_qk), str(head_dim_v), str(out)]
+        run_tool([sys.executable, "-m", "mla_interop.kernels.flashinfer_module", *arguments], f"FlashInfer's fa{generation} kernel", env)
+
+    name, key = _artefact(generation, dtype, head_dim_qk, head_dim_v, capability)
+    return cached(name, key, build)
+
+
+def _artefact(generation: int, dtype: str, head_dim_qk: int, head_dim_v: int, capability: tuple[int, int]) -> tuple[str, dict[str, object]]:
+    key: dict[str, object] = {"flashinfer": _flashinfer_version(), "tvm_ffi": package_version("apache-tvm-ffi"), "generation": generation}
+    key |= {"dtype": dtype, "head_dims": [head_dim_qk, head_dim_v], "capability": list(capability)}
+    return f"flashinfer_fa{generation}_{dtype}_{head_dim_qk}_{head_dim_v}", key
+
+
+def _build_path() -> str:
+    # FlashInfer calls ninja by name; a virtual environment that is not activated has it beside its Python.
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+def _open(path: Path) -> Any:
+    """Load a library with TVM FFI, once; where the CUDA runtime that FlashInfer links is not on the search path, load that first."""
+    import tvm_ffi
+
+    try:
+        return tvm_ffi.load_module(path)
+    except (RuntimeError, OSError) as error:
+        missing = re.search(r"libcudart\.so\.\d+", str(error))
+        if missing is None or not _load_cuda_runtime(missing.group()):
+            raise MLABuildError(f"cannot load {path}: {error}") from error
+    return tvm_ffi.load_module(path)
+
+
+def _load_cuda_runtime(name: str) -> bool:
+    nvcc, wheels = find_nvcc(), importlib.util.find_spec("nvidia")
+    folders = [Path(nvcc).parent.parent / "lib64"] if nvcc else []
+    for root in (wheels.submodule_search_locations or []) if wheels else []:
+        folders += sorted(Path(root).glob("*/lib"))
+    for folder in folders:
+        if (folder / name).exists():
+            ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
+            return True
+    return False
+
+
+@cache
+def _planner() -> Any:
+    return _open(compile_cpp("flashinfer_plan", ["flashinfer_plan.cc"]))
+
+
+def plan_bytes(generation: int, padded_rows: int, batch: int, num_heads: int, num_sms: int) -> int:
+    """Size of the work list; it depends on nothing but these numbers, so it is static under ``jax.jit``."""
+    return _planner().plan_bytes(generation, padded_rows, batch, num_heads, num_sms)
+
+
+def plan(generation: int, cu_q: np.ndarray, cu_k: np.ndarray, padded_rows: int, num_heads: int, is_causal: bool, num_sms: int) -> np.ndarray:
+    """The work list for these lengths, uint8 ``[plan_bytes]``, on the host. Equal lengths give equal bytes.
+
+    Args:
+        generation: 2 or 3.
+        cu_q: int32 ``[B + 1]``, where the sequences of q start; ends at or before ``padded_rows``.
+        cu_k: int32 ``[B + 1]``, the same for k and v.
+        padded_rows: Rows of the q that the kernel will get, with those past ``cu_q[B]``.
+        num_heads: Of q.
+        is_causal: What to balance for; the list serves both masks.
+        num_sms: Multiprocessors of the device.
+
+    Raises:
+        ValueError: Lengths that fall, do not start at 0, or exceed the rows.
+    """
+    # Copies: DLPack does not lend read-only arrays, which is what JAX gives.
+    starts_q, starts_k = np.array(cu_q, np.int32), np.array(cu_k, np.int32)
+    out = np.empty(plan_bytes(generation, padded_rows, len(starts_q) - 1, num_heads, num_sms), np.uint8)
+    if generation == 3:
+        _planner().fa3_plan(starts_q, starts_k, padded_rows, num_heads, is_causal, num_sms, out)
+    else:
+        _planner().fa2_plan(starts_q, starts_k, padded_rows, out)
+    return out
+
+
+def scratch_floats(rows: int, num_heads: int, with_lse: bool) -> int:
+    """How many floats of scratch a launch needs: room for the log-sum-exp as the kernel writes it, ``[T, N]``."""
+    return rows * num_heads if with_lse else 0
+
+
+def _build_upstream(generation: str, dtype: str, head_dim_qk: str, head_dim_v: str, out: str) -> None:
+    # With CuTe DSL installed, importing FlashInfer 0.6.14 asks for the properties of device 0; without, it does not need a GPU.
+    sys.modules["cutlass"] = None  # type: ignore[assignment]
+    import torch
+    from flashinfer.jit import gen_batch_prefill_module
+
+    element = getattr(torch, dtype)
+    dtypes = (element, element, element, torch.int32)
+    no_rotary, no_window, no_soft_cap, no_fp16_sums = 0, False, False, False
+    spec = gen_batch_prefill_module(f"fa{generation}", *dtypes, int(head_dim_qk), int(head_dim_v), no_rotary, no_window, no_soft_cap, no_fp16_sums)
+    if not spec.is_aot:
+        spec.build(verbose=False)
+    shutil.copyfile(spec.get_library_path(), out)
+
+
+if __name__ == "__main__":
+    _build_upstream(*sys.argv[1:])
