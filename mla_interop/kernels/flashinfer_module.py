@@ -21,7 +21,7 @@ import numpy as np
 from mla_interop.errors import MLABuildError
 from mla_interop.kernels.build import cached, cached_path, compile_cpp, compile_cuda, find_nvcc, package_version, run_tool
 
-# Whose raw argument order and work list were read and found equal, first and last; only the first was run.
+# Whose raw argument order and work list were read and found to fit, first and last; only the first was built.
 PROVEN_VERSIONS = ((0, 6, 14), (0, 7, 4))
 DTYPES = ("float16", "bfloat16")
 # Generation 3 has more sizes, but those of 64 use another tile.
@@ -64,14 +64,17 @@ def _installation_reasons(capability: tuple[int, int], dtype: str, head_dim_qk: 
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     if numbers is None or not PROVEN_VERSIONS[0] <= tuple(map(int, numbers.groups())) <= PROVEN_VERSIONS[1]:
         return [f"flashinfer-python: got {version}; allowed: {_proven()}, whose internal call is known"]
-    if cached_path(*_artefact(generation, dtype, head_dim_qk, head_dim_v, capability)).exists():
-        return []
-    absent = [] if find_nvcc() else ["nvcc: not found; needed to build FlashInfer's kernel (install the CUDA toolkit, or set CUDA_HOME)"]
+    built = cached_path(*_artefact(generation, dtype, head_dim_qk, head_dim_v, capability)).exists()
+    return [] if built else _missing_build_tools()
+
+
+def _missing_build_tools() -> list[str]:
+    missing = [] if find_nvcc() else ["nvcc: not found; needed to build FlashInfer's kernel (install the CUDA toolkit, or set CUDA_HOME)"]
     if importlib.util.find_spec("torch") is None:
-        absent.append("torch: not installed; needed to build FlashInfer's kernel, though not to run it")
+        missing.append("torch: not installed; needed to build FlashInfer's kernel, though not to run it")
     if shutil.which("ninja", path=_build_path()) is None:
-        absent.append("ninja: not found; needed to build FlashInfer's kernel (pip install ninja)")
-    return absent
+        missing.append("ninja: not found; needed to build FlashInfer's kernel (pip install ninja)")
+    return missing
 
 
 @cache
