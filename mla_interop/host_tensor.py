@@ -1,9 +1,9 @@
 """NumPy arrays as TVM FFI tensors over the same memory, with the dtypes and the read-only arrays that NumPy's own export refuses."""
 
 import ctypes
+from typing import Any
 
 import numpy as np
-import tvm_ffi
 
 
 class _DLDataType(ctypes.Structure):
@@ -19,8 +19,10 @@ _capsule_pointer.restype = ctypes.c_void_p
 _capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
-def as_tensor(array: np.ndarray) -> tvm_ffi.Tensor:
+def as_tensor(array: np.ndarray) -> Any:
     """``array`` as a tvm_ffi.Tensor over the same memory; read-only arrays and ml_dtypes' dtypes are taken too."""
+    import tvm_ffi  # imports torch where it is installed, so not before it is needed
+
     name = array.dtype.name
     if name not in _DLPACK_CODES:
         return tvm_ffi.from_dlpack(array.__dlpack__(max_version=(1, 0)))

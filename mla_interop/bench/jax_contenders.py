@@ -1,0 +1,112 @@
+"""The contenders that are called inside ``jax.jit``: ten attention calls in one program, each waiting for the one before."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+import jax_side
+from mla_interop.bench.problems import QK_HEAD_DIM, V_HEAD_DIM, Problem
+from mla_interop.bench.torch_contenders import Contender, config_for, kernels_here, only_variant
+
+CHAIN = 10
+
+
+def contenders(problem: Problem, q: Any, k: Any, v: Any, dtype: str) -> Iterator[Contender]:
+    """All of them; q, k, v are torch tensors, whose memory JAX shares where it can (it takes no strided V)."""
+    arrays = tuple(jax.dlpack.from_dlpack(x.contiguous()) for x in (q, k, v))
+    for backend, kernel in kernels_here(problem, q.device.type, dtype):
+        variant = kernel.name.split(".")[1]
+        for lse in (False, True):
+            yield _frontend(problem, arrays, dtype, q.device.type, backend, variant, lse)
+    yield from _fa4_jax(problem, arrays)
+    if len(set(problem.lengths)) == 1:
+        yield _jax_nn(problem, arrays)
+
+
+def _chained(step: Callable[..., Any]) -> Callable[..., Any]:
+    """``step(q, *rest)`` ten times, with one number of each result written into the next q.
+
+    A real dependency: XLA drops an optimization barrier late, and then merges the equal calls into one.
+    """
+
+    def program(q: Any, *rest: Any) -> Any:
+        made = step(q, *rest)
+        for _ in range(CHAIN - 1):
+            q = q.at[0, 0, 0].set(jax.tree.leaves(made)[0][0, 0, 0])
+            made = step(q, *rest)
+        return made
+
+    return program
+
+
+def _contender(name: str, kernel: str, step: Callable[..., Any], arguments: tuple[Any, ...], unpack: Callable[[Any], tuple[Any, Any]]) -> Contender:
+    once, chain = jax.jit(step), jax.jit(_chained(step))
+
+    def run(n: int) -> None:
+        made = None
+        for _ in range(n):
+            made = chain(*arguments)
+        jax.block_until_ready(made)
+
+    def result() -> tuple[Any, Any]:
+        out, lse = unpack(once(*arguments))
+        return _torch(out), None if lse is None else _torch(lse)
+
+    return Contender(name, "jax", kernel, result, run, CHAIN)
+
+
+def _torch(array: Any) -> Any:
+    jax.block_until_ready(array)
+    return torch.from_dlpack(array)
+
+
+def _frontend(problem: Problem, arrays: tuple[Any, ...], dtype: str, device: str, backend: str, variant: str, lse: bool) -> Contender:
+    config = config_for(problem, device, dtype, lse)
+    with only_variant(backend, variant):
+        metadata = jax_side.prepare_metadata(problem.cu_seqlens, config=config, backend=backend)
+
+        def step(q: Any, k: Any, v: Any, metadata: Any) -> Any:
+            return jax_side.mla_prefill(q, k, v, metadata=metadata, backend=backend, return_lse=lse)
+
+        contender = _contender(
+            f"mla_interop{' + lse' if lse else ''}",
+            f"{backend} {variant}",
+            step,
+            (*arrays, metadata),
+            lambda made: made if lse else (made, None),
+        )
+        contender.run(1)
+        contender.result()
+    return contender
+
+
+def _fa4_jax(problem: Problem, arrays: tuple[Any, ...]) -> Iterator[Contender]:
+    try:
+        from fa4_jax import flash_attn_varlen
+    except Exception:
+        return
+    cu = jnp.asarray(problem.cu_seqlens)
+
+    for lse in (False, True):
+
+        def step(q: Any, k: Any, v: Any, cu: Any, lse: bool = lse) -> Any:
+            return flash_attn_varlen(q, k, v, cu, cu, causal=True, return_lse=lse)
+
+        yield _contender(f"fa4-jax{' + lse' if lse else ''}", "", step, (*arrays, cu), lambda made, lse=lse: made if lse else (made, None))
+
+
+def _jax_nn(problem: Problem, arrays: tuple[Any, ...]) -> Contender:
+    """What JAX itself has: V padded by hand, cuDNN on a GPU."""
+    batch, length = len(problem.lengths), problem.lengths[0]
+    implementation = "cudnn" if arrays[0].devices().pop().platform == "gpu" else None
+
+    def step(q: Any, k: Any, v: Any) -> Any:
+        dense = [x.reshape(batch, length, *x.shape[1:]) for x in (q, k, v)]
+        padded = jnp.pad(dense[2], [(0, 0)] * 3 + [(0, QK_HEAD_DIM - V_HEAD_DIM)])
+        made = jax.nn.dot_product_attention(dense[0], dense[1], padded, is_causal=True, implementation=implementation)
+        return made[..., :V_HEAD_DIM].reshape(v.shape)
+
+    return _contender("jax.nn.dot_product_attention, V padded", "", step, arrays, lambda made: (made, None))

@@ -1,0 +1,99 @@
+"""Runs the contenders and writes what they took, beside the machine, the versions and the date."""
+
+import datetime
+import json
+import os
+import platform
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mla_interop.bench.problems import CPU_PROBLEMS, GPU_PROBLEMS, Problem, errors, expected, inputs
+from mla_interop.bench.timing import per_call
+from mla_interop.capability import device_properties
+from mla_interop.kernels.build import package_version
+
+DISTRIBUTIONS = (
+    "mla-interop",
+    "torch",
+    "jax",
+    "jaxlib",
+    "apache-tvm-ffi",
+    "flash-attn-4",
+    "nvidia-cutlass-dsl",
+    "flashinfer-python",
+    "fa4-jax",
+    "cutejax",
+    "nvidia-cudnn-cu13",
+)
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Machine, versions and date of a run."""
+    machine = device_properties(0).name if device == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores"
+    versions = {name: package_version(name) for name in DISTRIBUTIONS}
+    return {
+        "machine": machine,
+        "python": platform.python_version(),
+        "versions": {name: found for name, found in versions.items() if found != "none"},
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def measure(
+    device: str, dtypes: Sequence[str], problems: Iterable[Problem] | None = None, only: str = "", report: Callable[[dict[str, Any]], None] = lambda row: None
+) -> dict[str, Any]:
+    """Run every contender on every problem.
+
+    Args:
+        device: ``"cuda"`` or ``"cpu"``.
+        dtypes: Names of the dtypes to run.
+        problems: None: the device's own.
+        only: Run only contenders whose framework, name or kernel contains this.
+        report: Called with each row as it is ready.
+
+    Returns:
+        ``{"environment": ..., "rows": [...]}``; times in microseconds a call, errors against float64.
+    """
+    if problems is None:
+        problems = GPU_PROBLEMS if device == "cuda" else CPU_PROBLEMS
+    rows = []
+    for problem in problems:
+        for dtype in dtypes:
+            for row in _rows(problem, device, dtype, only):
+                rows.append(row)
+                report(row)
+    return {"environment": environment(device), "rows": rows}
+
+
+def _rows(problem: Problem, device: str, dtype: str, only: str) -> Iterator[dict[str, Any]]:
+    from mla_interop.bench import jax_contenders, torch_contenders
+
+    q, k, v = inputs(problem, device, dtype)
+    truth = expected(problem, q, k, v)
+    for module in (torch_contenders, jax_contenders):
+        for contender in module.contenders(problem, q, k, v, dtype):
+            words = f"{contender.framework} {contender.name} {contender.kernel}"
+            if only not in words:
+                continue
+            head = {"problem": problem.name, "dtype": dtype, "framework": contender.framework, "name": contender.name, "kernel": contender.kernel}
+            try:
+                found = errors(contender.result(), truth)
+                row = {**head, **found, **per_call(contender.run, contender.calls_in_a_run)}
+                row["tflops"] = problem.flops / row["us"] * 1e-6
+            except Exception as error:
+                row = {**head, "failed": f"{type(error).__name__}: {str(error)[:300]}"}
+            yield row
+
+
+def save(results: dict[str, Any], path: Path) -> None:
+    """Write results as JSON, one row a line, so that two files can be compared by eye."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = ",\n".join("  " + json.dumps({name: _short(value) for name, value in row.items()}) for row in results["rows"])
+    others = {name: value for name, value in results.items() if name != "rows"}
+    head = json.dumps(others, indent=1)[:-2]
+    path.write_text(f'{head},\n "rows": [\n{rows}\n ]\n}}\n')
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value

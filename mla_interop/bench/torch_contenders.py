@@ -1,0 +1,190 @@
+"""The contenders that are called from PyTorch: the raw kernel object, this package's frontend, and what a user has otherwise."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import torch_side
+from mla_interop import select
+from mla_interop.backends.base import Kernel
+from mla_interop.backends.registry import backend_class
+from mla_interop.bench.problems import QK_HEAD_DIM, V_HEAD_DIM, Problem
+from mla_interop.dimensions import MLADimensions
+from mla_interop.selector import MLAPrefillSelectorConfig
+
+
+@dataclass
+class Contender:
+    """One way to compute a problem.
+
+    Attributes:
+        name: What is called, for tables.
+        framework: ``torch`` or ``jax``.
+        kernel: Our kernel's variant, where it is ours.
+        call: One call; returns what it computes.
+        result: (out, lse or None) as torch tensors, to be checked; None if it computes something else.
+        run: n calls, synchronised.
+        calls_in_a_run: Attention calls in one run.
+    """
+
+    name: str
+    framework: str
+    kernel: str
+    result: Callable[[], tuple[Any, Any] | None]
+    run: Callable[[int], None]
+    calls_in_a_run: int = 1
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def looped(call: Callable[[], Any], device: torch.device) -> Callable[[int], None]:
+    def run(n: int) -> None:
+        for _ in range(n):
+            call()
+        synchronize(device)
+
+    return run
+
+
+def config_for(problem: Problem, device: str, dtype: str, lse: bool) -> MLAPrefillSelectorConfig:
+    """The selector's view of a problem."""
+    dimensions = MLADimensions.from_head_dims(QK_HEAD_DIM, V_HEAD_DIM)
+    return MLAPrefillSelectorConfig(dtype=dtype, dimensions=dimensions, num_heads=problem.heads, device_type=device, needs_lse=lse)
+
+
+def kernels_here(problem: Problem, device: str, dtype: str) -> Iterator[tuple[str, Kernel]]:
+    """Every kernel of every backend but REFERENCE that can serve the problem on this machine."""
+    config = config_for(problem, device, dtype, True)
+    for name in ("FLASH_ATTN", "FLASHINFER", "CPU_SDPA"):
+        cls = backend_class(name)
+        if not cls.validate_configuration(config):
+            for kernel in cls.kernels(config)[0]:
+                yield name, kernel
+
+
+def contenders(problem: Problem, q: Any, k: Any, v: Any, dtype: str) -> Iterator[Contender]:
+    """All of them, in the order of the tables."""
+    device = q.device.type
+    for backend, kernel in kernels_here(problem, device, dtype):
+        variant = kernel.name.split(".")[1]
+        for lse in (False, True):
+            yield _frontend(problem, q, k, v, backend, variant, lse)
+        if kernel.kind == "compiled":
+            yield from _raw(problem, q, k, v, dtype, backend, variant)
+    if device == "cpu":
+        yield _sdpa(problem, q, k, v)
+    else:
+        yield from _package_apis(problem, q, k, v)
+
+
+def _environment(variant: str) -> dict[str, Any]:
+    return {"backend": "FLASH_ATTN", "generation": int(variant[2])} if variant.startswith("fa") else {}
+
+
+def _frontend(problem: Problem, q: Any, k: Any, v: Any, backend: str, variant: str, lse: bool) -> Contender:
+    """``torch_side.mla_prefill`` with prepared metadata, held to one kernel."""
+    metadata = torch_side.prepare_metadata(problem.cu_seqlens, device=q.device)
+    with only_variant(backend, variant):
+        torch_side.mla_prefill(q, k, v, metadata=metadata, backend=backend, return_lse=lse)
+
+    def call() -> Any:
+        return torch_side.mla_prefill(q, k, v, metadata=metadata, backend=backend, return_lse=lse)
+
+    def result() -> tuple[Any, Any]:
+        made = call()
+        return made if lse else (made, None)
+
+    return Contender(f"mla_interop{' + lse' if lse else ''}", "torch", f"{backend} {variant}", result, looped(call, q.device))
+
+
+class only_variant:
+    """While a call is prepared, its backend has one kernel: the choice is then kept by the metadata."""
+
+    def __init__(self, backend: str, variant: str) -> None:
+        self.cls, self.variant = backend_class(backend), variant
+
+    def __enter__(self) -> None:
+        from mla_interop.prefill import _resolve
+        from mla_interop.selector import clear_cache
+
+        self.kernels = kernels = self.cls.kernels
+        clear_cache()
+        _resolve.cache_clear()
+        keep = self.variant
+        self.cls.kernels = classmethod(lambda cls, config: ([x for x in kernels(config)[0] if x.name.split(".")[1] == keep], kernels(config)[1]))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __exit__(self, *_: Any) -> None:
+        from mla_interop.prefill import _resolve
+        from mla_interop.selector import clear_cache
+
+        del self.cls.kernels
+        self.cls.kernels = self.kernels  # pyright: ignore[reportAttributeAccessIssue]
+        clear_cache()
+        _resolve.cache_clear()
+
+
+def _raw(problem: Problem, q: Any, k: Any, v: Any, dtype: str, backend: str, variant: str) -> Iterator[Contender]:
+    """The kernel object alone, into buffers that exist: what a call cannot be faster than; and its CUDA graph, without any launch cost."""
+    with only_variant(backend, variant):
+        ready = select(config_for(problem, q.device.type, dtype, False), backend)
+    metadata = ready.with_plan(torch_side.prepare_metadata(problem.cu_seqlens))
+    cu = torch.tensor(problem.cu_seqlens, device=q.device)
+    plan = None if metadata.plan is None else torch.tensor(metadata.plan, device=q.device)
+    out = torch.empty(problem.tokens, problem.heads, V_HEAD_DIM, dtype=q.dtype, device=q.device)
+    longest, scale, launch = max(problem.lengths), QK_HEAD_DIM**-0.5, ready.kernel.launch
+
+    def call() -> None:
+        launch(q, k, v, cu, cu, plan, None, out, None, scale, longest, longest, 0)
+
+    def result() -> tuple[Any, Any]:
+        out.fill_(float("nan"))
+        call()
+        return out, None
+
+    yield Contender("kernel object", "torch", f"{backend} {variant}", result, looped(call, q.device))
+    if q.device.type == "cuda" and ready.kernel.cuda_graph:
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(10):
+                call()
+        yield Contender("kernel in a CUDA graph", "torch", f"{backend} {variant}", lambda: (graph.replay(), (out, None))[1], looped(graph.replay, q.device), 10)
+
+
+def _sdpa(problem: Problem, q: Any, k: Any, v: Any) -> Contender:
+    """torch's default attention, which takes V of another width, and falls to its math path for it."""
+    batched = [x.transpose(0, 1)[None] for x in (q, k, v)]
+
+    def call() -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(*batched, is_causal=True)
+
+    return Contender("torch scaled_dot_product_attention", "torch", "", lambda: (call()[0].transpose(0, 1), None), looped(call, q.device))
+
+
+def _package_apis(problem: Problem, q: Any, k: Any, v: Any) -> Iterator[Contender]:
+    """The kernels' own Python APIs, as their users call them."""
+    cu, longest = torch.tensor(problem.cu_seqlens, device=q.device), max(problem.lengths)
+    try:
+        from flash_attn.cute import flash_attn_varlen_func
+    except Exception:
+        pass
+    else:
+
+        def call() -> Any:
+            return flash_attn_varlen_func(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest, causal=True)[0]
+
+        yield Contender("flash_attn.cute (its own API)", "torch", "", lambda: (call(), None), looped(call, q.device))
+    try:
+        from flashinfer import BatchPrefillWithRaggedKVCacheWrapper as Wrapper
+    except Exception:
+        return
+    wrapper = Wrapper(torch.empty(128 << 20, dtype=torch.uint8, device=q.device), "NHD", backend="fa3")
+    host = cu.cpu()
+    wrapper.plan(host, host, problem.heads, problem.heads, QK_HEAD_DIM, head_dim_vo=V_HEAD_DIM, causal=True, q_data_type=q.dtype, kv_data_type=q.dtype)
+    yield Contender("FlashInfer wrapper, run only", "torch", "", lambda: (wrapper.run(q, k, v), None), looped(lambda: wrapper.run(q, k, v), q.device))
