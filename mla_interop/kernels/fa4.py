@@ -1,8 +1,8 @@
 """FlashAttention-4 compiled ahead of time into the package's kernel ABI (docs/architecture.md), on any machine.
 
 The compiler (CuTe DSL and flash-attn-4, which import torch and triton) runs in a process of its own, so a caller's
-process gets neither its imports nor its state, and needs no GPU.  What comes out is a small shared library that needs only TVM FFI
-and CuTe DSL's runtime library; ``build.cached`` keeps it on disk.  ``fa4_kernels`` is what runs in that process.
+process gets neither its imports nor its state, and needs no GPU.  What comes out is a small shared library that needs
+only TVM FFI and CuTe DSL's runtime library; ``build.cached`` keeps it.  ``fa4_kernels`` is what runs in that process.
 """
 
 import ctypes

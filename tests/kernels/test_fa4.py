@@ -159,7 +159,8 @@ from mla_interop.kernels import fa4
 environment, variant = dict(os.environ), json.loads(sys.argv[1])
 path = fa4.build(*variant)
 fa4.load(*variant)
-print(json.dumps({"path": str(path), "same": dict(os.environ) == environment, "imported": sorted({"cutlass", "flash_attn", "quack", "triton", "jax"} & set(sys.modules))}))
+imported = sorted({"cutlass", "flash_attn", "quack", "triton", "jax"} & set(sys.modules))
+print(json.dumps({"path": str(path), "same": dict(os.environ) == environment, "imported": imported}))
 """
 
 
