@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig
-from transformers.models.deepseek_v2 import DeepseekV2Config, modeling_deepseek_v2
-from transformers.models.deepseek_v3 import DeepseekV3Config, modeling_deepseek_v3
+from transformers import AttentionInterface
+from transformers.models.deepseek_v2 import modeling_deepseek_v2
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
 from mla_interop.dimensions import MLADimensions, read_config
 from mla_interop.errors import input_error
@@ -101,7 +101,7 @@ def read_model(model: str, config: Path | None) -> tuple[str, Mapping[str, Any]]
     models = known_models()
     if config is None and model not in models:
         raise input_error("--model", repr(model), ", ".join(models), "For any other model, give its config.json with --config.")
-    fields = dict(models[model]) if config is None else dict(read_config(config))
+    fields: dict[str, Any] = dict(models[model] if config is None else read_config(config))
     if "v_head_dim" not in fields and "kv_lora_rank" in fields:
         # MiniCPM3's config.json leaves it to the model's code.
         fields["v_head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
@@ -111,19 +111,17 @@ def read_model(model: str, config: Path | None) -> tuple[str, Mapping[str, Any]]
     return (model if config is None else str(fields.get("_name_or_path") or fields.get("model_type") or config)), fields
 
 
-def build_layer(fields: Mapping[str, Any], dtype: torch.dtype, device: str, seed: int) -> tuple[nn.Module, nn.Module, ModuleType]:
+def build_layer(fields: Mapping[str, Any], dtype: torch.dtype, device: str, seed: int) -> tuple[Any, nn.Module, ModuleType]:
     """One attention layer of ``transformers``, its rotary embedding, and the module they come from.
 
     DeepSeek-V2's classes for DeepSeek-V2, and DeepSeek-V3's for all others, which follow it. The weights are random, of a
     size that keeps q, k and v near unit variance. The output projection is left out: it comes after the attention.
     """
-    v2 = fields.get("model_type") == "deepseek_v2"
-    module = modeling_deepseek_v2 if v2 else modeling_deepseek_v3
+    family, module = ("DeepseekV2", modeling_deepseek_v2) if fields.get("model_type") == "deepseek_v2" else ("DeepseekV3", modeling_deepseek_v3)
     chosen = {name: fields[name] for name in (*FIELDS, *OPTIONAL_FIELDS) if name in fields}
-    config: PreTrainedConfig = (DeepseekV2Config if v2 else DeepseekV3Config)(**chosen, num_key_value_heads=fields["num_attention_heads"])
-    kinds = (module.DeepseekV2Attention, module.DeepseekV2RotaryEmbedding) if v2 else (module.DeepseekV3Attention, module.DeepseekV3RotaryEmbedding)
+    config = getattr(module, f"{family}Config")(**chosen, num_key_value_heads=fields["num_attention_heads"])
     with torch.device("meta"):
-        layer = kinds[0](config, layer_idx=0)
+        layer = getattr(module, f"{family}Attention")(config, layer_idx=0)
     layer.o_proj = nn.Identity()
     layer = layer.to(dtype).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(seed)
@@ -132,7 +130,8 @@ def build_layer(fields: Mapping[str, Any], dtype: torch.dtype, device: str, seed
             nn.init.normal_(weight, std=weight.shape[1] ** -0.5, generator=generator)
         else:
             nn.init.constant_(weight, 0.0 if name.endswith("bias") else 1.0)
-    return layer.eval().requires_grad_(False), kinds[1](config).to(device), module
+    rotary = getattr(module, f"{family}RotaryEmbedding")(config)
+    return layer.eval().requires_grad_(False), rotary.to(device), module
 
 
 def take_layer_inputs(fields: Mapping[str, Any], texts: Sequence[Text], dtype: torch.dtype, device: str, seed: int) -> LayerInputs:

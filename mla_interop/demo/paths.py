@@ -89,11 +89,11 @@ def _paths(inputs: LayerInputs) -> Iterator[Path]:
 def _resolve(inputs: LayerInputs, device_type: str, strided: bool) -> Resolved:
     """What the frontends ask the core for these inputs: which backend, and which of q, k and v it needs copied."""
     dtype = str(inputs.q.dtype).removeprefix("torch.")
-    specs = [
+    q, k, v = (
         TensorSpec(tuple(part.shape), part.stride() if strided else None, dtype, device_type, part.device.index or 0, part.data_ptr() % 16 == 0)
         for part in (inputs.q, inputs.k, inputs.v)
-    ]
-    return resolve(*specs, Options(scale=inputs.scale, return_lse=True), len(inputs.cu_seqlens) - 1, has_lengths=strided)
+    )
+    return resolve(q, k, v, Options(scale=inputs.scale, return_lse=True), len(inputs.cu_seqlens) - 1, has_lengths=strided)
 
 
 def _torch_path(inputs: LayerInputs) -> Path:
@@ -134,7 +134,8 @@ def _jax_path(inputs: LayerInputs) -> Path:
 
 def _timed(call: Callable[[], Any]) -> tuple[tuple[np.ndarray, np.ndarray | None], float]:
     """The result of a warm-up call as float64, and the median time of at least three more, in milliseconds."""
-    result = tuple(None if part is None else _to_float64(part) for part in call())
+    out, lse = call()
+    result = _to_float64(out), None if lse is None else _to_float64(lse)
     times: list[float] = []
     while len(times) < 3 or (len(times) < 15 and sum(times) < SECONDS_PER_PATH):
         start = time.perf_counter()
@@ -142,7 +143,7 @@ def _timed(call: Callable[[], Any]) -> tuple[tuple[np.ndarray, np.ndarray | None
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return (result[0], result[1]), 1e3 * statistics.median(times)
+    return result, 1e3 * statistics.median(times)
 
 
 def _to_float64(array: Any) -> np.ndarray:

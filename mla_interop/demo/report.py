@@ -6,18 +6,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from mla_interop.demo.layer import LayerInputs, Text
 from mla_interop.demo.paths import PathResult
-
-matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402  (the backend has to be chosen first: there may be no screen)
-from matplotlib.colors import LogNorm  # noqa: E402
 
 PACKAGES = ("mla-interop", "torch", "jax", "transformers", "numpy", "apache-tvm-ffi", "jax-tvm-ffi")
 
@@ -107,9 +105,11 @@ def draw(paths: Sequence[PathResult], out64: np.ndarray, texts: Sequence[Text], 
     seen = np.concatenate([image[image > 0] for _, image in images])
     low, high = np.quantile(seen, [0.01, 0.999]) if seen.size else (1e-9, 1e-8)
     norm = LogNorm(low, max(high, 2 * low), clip=True)
-    figure, axes = pyplot.subplots(len(images), 1, figsize=(11, 1.2 + 2.0 * len(images)), sharex=True, squeeze=False, layout="constrained")
+    # Without pyplot there is no global state, and no screen is looked for.
+    figure = Figure(figsize=(11, 1.2 + 2.0 * len(images)), layout="constrained")
+    axes = figure.subplots(len(images), 1, sharex=True, squeeze=False)
     for axis, (label, image) in zip(axes[:, 0], images):
-        mesh = axis.imshow(np.maximum(image, low), aspect="auto", norm=norm, cmap="magma", interpolation="nearest")
+        axis.imshow(np.maximum(image, low), aspect="auto", norm=norm, cmap="magma", interpolation="nearest")
         note = f"at most {image.max():.1e}" if image.any() else "none: the same, bit for bit"
         axis.set_title(f"{label}: {note}", fontsize=10, loc="left")
         axis.set_ylabel("head")
@@ -117,10 +117,9 @@ def draw(paths: Sequence[PathResult], out64: np.ndarray, texts: Sequence[Text], 
             axis.axvline(edge - 0.5, color="white", linewidth=1)
     axes[-1, 0].set_xlabel(f"token, packed end to end: {', '.join(text.name for text in texts)}")
     figure.suptitle(title, fontsize=11)
-    figure.colorbar(mesh, ax=axes[:, 0].tolist(), label="difference / usual size of an output", pad=0.01)
+    figure.colorbar(ScalarMappable(norm, "magma"), ax=axes[:, 0].tolist(), label="difference / usual size of an output", pad=0.01)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=130)
-    pyplot.close(figure)
 
 
 def _label(path: PathResult) -> str:
