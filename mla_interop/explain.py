@@ -69,6 +69,8 @@ class SelectionTable:
         asked = f"backend {', '.join(self.explicit)} cannot serve" if self.explicit else "no backend can serve"
         lines = [f"  {row.backend}: {'; '.join(row.reasons)}" for row in self.rows if row.reasons and (not self.explicit or row.backend in self.explicit)]
         lines += [f"  {name}: {reason}" for name, reason in (tried or {}).items()]
+        left_out = [] if self.explicit else [row.backend for row in self.rows if row.valid and row.backend not in self.order]
+        lines += [f"  {name}: could, but is not in the order that was set ({', '.join(self.order)})" for name in left_out]
         others = [row.backend for row in self.rows if row.valid and row.backend in self.order and row.backend not in self.explicit]
         advice = f"\nCould serve it: {', '.join(others)} (fallback=True chooses automatically)." if self.explicit and others else ""
         return "\n".join([f"{asked} {self._problem()}:", *lines]) + advice

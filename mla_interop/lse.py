@@ -54,13 +54,15 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
     top = xp.where(empty_a & empty_b, xp.zeros_like(top), top)
     weight_a, weight_b = xp.exp(lse_a - top), xp.exp(lse_b - top)
     total = weight_a + weight_b
+    total = xp.where(empty_a & empty_b, xp.ones_like(total), total)
     lse = xp.where(empty_a & empty_b, xp.full_like(top, -math.inf), xp.log(total) + top)
-    share_a, share_b = (_per_row(xp, weight / xp.where(total == 0, xp.ones_like(total), total)) for weight in (weight_a, weight_b))
-    wide_a, wide_b = xp.astype(out_a, xp.float32), xp.astype(out_b, xp.float32)
-    mixed = xp.astype(wide_a * share_a + wide_b * share_b, out_a.dtype)
+    share_a, share_b = (_per_row(xp, weight / total) for weight in (weight_a, weight_b))
     none_a, none_b = _per_row(xp, empty_a), _per_row(xp, empty_b)
     zero = xp.zeros_like(out_a)
-    out = xp.where(none_a, xp.where(none_b, zero, out_b), xp.where(none_b, out_a, mixed))
+    # Selected before the product too: what an empty row holds must not even raise a floating-point warning.
+    wide_a, wide_b = (xp.astype(xp.where(none, zero, out), xp.float32) for none, out in ((none_a, out_a), (none_b, out_b)))
+    mixed = xp.astype(wide_a * share_a + wide_b * share_b, out_a.dtype)
+    out = xp.where(none_a, xp.where(none_b, zero, xp.astype(out_b, out_a.dtype, copy=False)), xp.where(none_b, out_a, mixed))
     return out, lse
 
 

@@ -95,14 +95,21 @@ def _numpy(
     out: np.ndarray | None = None,
 ) -> Any:
     options = Options(scale, is_causal, return_lse, tuple(backend) if isinstance(backend, list) else backend, fallback, padding)
-    if out is not None and (out.shape != (*q.shape[:-1], v.shape[-1]) or out.dtype != q.dtype or not out.flags.c_contiguous or not out.flags.writeable):
-        raise input_error("out", f"{out.shape}, {out.dtype}", f"a writable C-contiguous array of shape {(*q.shape[:-1], v.shape[-1])}, {q.dtype}")
+    if out is not None:
+        _check_out(out, (*q.shape[:-1], v.shape[-1]), q.dtype)
     if q.ndim == 4:
         packed_out = None if out is None else out.reshape(-1, *out.shape[2:])
         lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, metadata)
         return dense_call(q, k, v, lengths, lambda q, k, v, metadata: _run_numpy(q, k, v, options, metadata, packed_out))
     metadata = metadata_for(_spec(q), _spec(k), metadata, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, check)
     return _run_numpy(q, k, v, options, metadata, out)
+
+
+def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    good = isinstance(out, np.ndarray) and out.shape == shape and out.dtype == dtype and out.flags.c_contiguous and out.flags.writeable
+    if not good:
+        got = f"{out.shape}, {out.dtype}" if isinstance(out, np.ndarray) else type(out).__name__
+        raise input_error("out", got, f"a writable C-contiguous NumPy array of shape {shape}, {dtype}")
 
 
 def _run_numpy(q: np.ndarray, k: np.ndarray, v: np.ndarray, options: Options, metadata: PrefillMetadata, out: np.ndarray | None) -> Any:

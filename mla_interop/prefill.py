@@ -171,7 +171,9 @@ def metadata_for(
     if cu_seqlens_q is None and cu_seqlens_k is not None:
         raise input_error("cu_seqlens_q", "None with cu_seqlens_k given", "both, or cu_seqlens_q alone")
     if cu_seqlens_q is None:
-        return dense_metadata(1, q.shape[0], k.shape[0])
+        if max_seqlen_q is None and max_seqlen_k is None:
+            return dense_metadata(1, q.shape[0], k.shape[0])
+        cu_seqlens_q, cu_seqlens_k = (0, q.shape[0]), (0, k.shape[0])
     return prepare_metadata(
         cu_seqlens_q,
         cu_seqlens_k,

@@ -162,10 +162,11 @@ def prepare_metadata(
         raise input_error("cu_seqlens_k", f"shape {tuple(array_k.shape)}", f"the shape of cu_seqlens_q, {tuple(array_q.shape)}")
     host = HostLengths(host_q, host_k) if host_q is not None and host_k is not None else None
     num_tokens_k = num_tokens_q if same and num_tokens_k is None else num_tokens_k
-    tokens_q, padded_q = _tokens("num_tokens_q", num_tokens_q, host and host.total_q)
-    tokens_k, padded_k = _tokens("num_tokens_k", num_tokens_k, host and host.total_k)
-    _check_maximum("max_seqlen_q", max_seqlen_q, host and host.max_seqlen_q)
-    _check_maximum("max_seqlen_k", max_seqlen_k, host and host.max_seqlen_k)
+    # Each side by itself: what the host knows is checked, whether it knows the other side or not.
+    tokens_q, padded_q = _tokens("num_tokens_q", num_tokens_q, host_q)
+    tokens_k, padded_k = _tokens("num_tokens_k", num_tokens_k, host_k)
+    _check_maximum("max_seqlen_q", max_seqlen_q, host_q)
+    _check_maximum("max_seqlen_k", max_seqlen_k, host_k)
     bounds = Bounds(array_q.shape[0] - 1, tokens_q, tokens_k, padded_q, padded_k, max_seqlen_q, max_seqlen_k)
     metadata = PrefillMetadata(array_q, array_k, None, bounds, host)
     if config is None:
@@ -227,7 +228,8 @@ def _device_lengths(name: str, array: Any) -> Any:
     return array
 
 
-def _tokens(name: str, stated: int | None, total: int | None) -> tuple[int | None, bool]:
+def _tokens(name: str, stated: int | None, cu_seqlens: np.ndarray | None) -> tuple[int | None, bool]:
+    total = None if cu_seqlens is None else int(cu_seqlens[-1])
     if stated is None:
         return total, total is None
     if total is not None and stated < total:
@@ -235,10 +237,11 @@ def _tokens(name: str, stated: int | None, total: int | None) -> tuple[int | Non
     return stated, True
 
 
-def _check_maximum(name: str, stated: int | None, truth: int | None) -> None:
+def _check_maximum(name: str, stated: int | None, cu_seqlens: np.ndarray | None) -> None:
     if stated is None:
         return
     if not isinstance(stated, (int, np.integer)) or isinstance(stated, bool):
         raise MLAInputError(f"{name}: got {type(stated).__name__}; allowed: a Python integer on the host, or None. A device scalar would need a sync.")
+    truth = None if cu_seqlens is None else int(np.diff(cu_seqlens).max(initial=0))
     if stated < 0 or (truth is not None and stated < truth):
         raise input_error(name, str(stated), "a non-negative upper bound" if truth is None else f"at least the longest sequence, {truth}")

@@ -1,0 +1,221 @@
+"""Selection on machines that are not this one: packages and devices are stubbed, the reasoning is the real one."""
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_interop import DeviceCapability, MLADimensions, MLAInputError, MLAPrefillSelectorConfig, MLAUnsupportedError
+from mla_interop.backends.base import Kernel, MLAPrefillBackend
+from mla_interop.backends.registry import ORDERS, MLAPrefillBackendEnum, backend_class, names, order_for
+from mla_interop.selector import clear_cache, explain, get_mla_prefill_backend, select
+
+R1 = MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+ARCHITECTURES = {"8.0": ("FLASH_ATTN", "FLASHINFER"), "8.9": ("FLASH_ATTN", "FLASHINFER"), "9.0": ("FLASH_ATTN", "FLASHINFER")}
+ARCHITECTURES |= {"10.0": ("FLASHINFER", "FLASH_ATTN"), "10.3": ("FLASHINFER", "FLASH_ATTN"), "12.0": ("FLASH_ATTN", "FLASHINFER")}
+
+
+def problem(capability: Any = "9.0", **changed: Any) -> MLAPrefillSelectorConfig:
+    device = "cpu" if capability is None else "cuda"
+    return MLAPrefillSelectorConfig(**{"dimensions": R1, "num_heads": 16, "device_type": device, "capability": capability, **changed})
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that load: nothing is compiled for a machine that is not here."""
+    monkeypatch.setattr(Kernel, "launch", property(lambda kernel: lambda *arguments: None))
+
+
+@pytest.mark.usefixtures("all_installed")
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+def test_each_architecture_has_its_own_first_choice_and_order(capability: str) -> None:
+    """flashinfer#5133: "auto" knew two kernels only, and ran Blackwell at a sixth of its speed."""
+    table = explain(problem(capability))
+    assert table.chosen == ARCHITECTURES[capability][0]
+    assert table.order == (*ARCHITECTURES[capability], "REFERENCE")
+    assert {row.backend for row in table.rows} == set(names()) and all(row.valid or row.reasons for row in table.rows)
+    assert get_mla_prefill_backend(problem(capability)).get_name() == table.chosen
+
+
+@pytest.mark.usefixtures("all_installed")
+def test_a_cpu_takes_the_cpu_kernel_and_no_other() -> None:
+    table = explain(problem(None))
+    assert (table.chosen, table.order) == ("CPU_SDPA", ("CPU_SDPA", "REFERENCE"))
+    assert {row.backend for row in table.rows if row.valid} == {"CPU_SDPA", "REFERENCE"}
+
+
+@pytest.mark.usefixtures("none_installed")
+@pytest.mark.parametrize("capability", [*ARCHITECTURES, None])
+def test_with_nothing_installed_reference_is_left(capability: str | None) -> None:
+    assert explain(problem(capability)).chosen == "REFERENCE"
+
+
+@pytest.mark.usefixtures("all_installed")
+def test_an_old_gpu_is_refused_by_every_kernel_at_selection() -> None:
+    """transformers#28188: importable packages on a GPU that they do not support."""
+    table = explain(problem("7.5"))
+    assert table.chosen == "REFERENCE"
+    assert all("7.5" in " ".join(row.reasons) for row in table.rows if row.backend in ("FLASH_ATTN", "FLASHINFER"))
+
+
+@pytest.mark.usefixtures("all_installed")
+def test_a_backend_of_another_device_is_refused_with_both_capabilities() -> None:
+    """gonka#1707: an explicit choice for another GPU must fail at once."""
+    with pytest.raises(MLAUnsupportedError, match=r"device cuda \(runs on: cpu\)"):
+        select(problem("9.0"), "CPU_SDPA")
+    with pytest.raises(MLAUnsupportedError, match=r"device cpu \(runs on: cuda\)"):
+        select(problem(None), "FLASH_ATTN")
+
+
+@pytest.mark.usefixtures("all_installed", "runs")
+def test_flash_attn_version_is_named_and_kept() -> None:
+    for version, variants in ((4, ("fa4", "fa4api")), (3, ("fa3", "fa3vllm")), (2, ("fa2", "fa2torch"))):
+        config = problem(flash_attn_version=version)
+        kernels, refused = backend_class("FLASH_ATTN").kernels(config)
+        assert tuple(kernel.name.split(".")[1] for kernel in kernels) == variants
+        assert sum(f"flash_attn_version {version} was asked for" in reason for reason in refused) == 6 - len(variants)
+        assert select(config, "FLASH_ATTN").kernel.name.split(".")[1] == variants[0]
+
+
+@pytest.mark.usefixtures("all_installed", "runs")
+def test_v_is_padded_for_fa2_alone() -> None:
+    """TransformerEngine#2629 (Ampere needs it), Megatron-LM#6240 (Hopper's kernels do not)."""
+    padded = {kernel.name.split(".")[1]: bool(kernel.copies) for kernel in backend_class("FLASH_ATTN").kernels(problem("9.0"))[0]}
+    assert padded == {"fa4": False, "fa4api": False, "fa3": False, "fa3vllm": False, "fa2": True, "fa2torch": True}
+    assert "v padded from 128 to 192" in str(explain(problem("8.0", flash_attn_version=2)))
+
+
+@pytest.mark.usefixtures("all_installed", "runs")
+def test_the_choice_follows_what_it_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm#29985, flash-linear-attention#881: a cached selector answered with the backend of before."""
+    assert select(problem()).get_name() == "FLASH_ATTN"
+    monkeypatch.setenv("MLA_INTEROP_BACKEND", "FLASHINFER")
+    assert select(problem()).get_name() == "FLASHINFER"
+    monkeypatch.setenv("MLA_INTEROP_BACKEND", "reference")
+    assert select(problem()).get_name() == "REFERENCE"
+    monkeypatch.delenv("MLA_INTEROP_BACKEND")
+    assert select(problem()).get_name() == "FLASH_ATTN"
+    monkeypatch.setenv("MLA_INTEROP_ORDER", "FLASHINFER,FLASH_ATTN")
+    assert select(problem()).get_name() == "FLASHINFER"
+    monkeypatch.setenv("MLA_INTEROP_FLASH_ATTN_VERSION", "2")
+    assert select(problem(), "FLASH_ATTN").kernel.name.split(".")[1] == "fa2"
+    with pytest.raises(MLAUnsupportedError, match=r"CPU_SDPA: could, but is not in the order that was set \(FLASHINFER, FLASH_ATTN\)"):
+        select(problem(None))
+
+
+@pytest.mark.usefixtures("all_installed", "runs")
+def test_the_choice_follows_the_problem() -> None:
+    chosen = {changed: select(problem(**dict([changed]))).get_name() for changed in (("capability", "10.0"), ("dtype", "float16"), ("traced", True))}
+    assert chosen == {("capability", "10.0"): "FLASHINFER", ("dtype", "float16"): "FLASH_ATTN", ("traced", True): "FLASH_ATTN"}
+    assert select(problem("10.0", traced=True)).get_name() == "FLASH_ATTN"
+    assert not explain(problem(scale=-1.0), "FLASH_ATTN").chosen
+
+
+@pytest.mark.usefixtures("all_installed", "runs")
+def test_a_choice_is_kept_until_the_cache_is_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = select(problem())
+    assert select(problem()) is first and select(problem(), ["FLASH_ATTN"]) is not first
+    clear_cache()
+    assert select(problem()) is not first
+
+
+@pytest.mark.usefixtures("none_installed")
+def test_an_explicit_choice_does_not_fall_back() -> None:
+    """Megatron-LM#277."""
+    with pytest.raises(MLAUnsupportedError) as refusal:
+        select(problem(None), "CPU_SDPA")
+    assert str(refusal.value).startswith("backend CPU_SDPA cannot serve cpu, bfloat16, 16 heads of 192/128, causal, lse:\n  CPU_SDPA: not installed (stub)")
+    assert "Could serve it: REFERENCE (fallback=True chooses automatically)." in str(refusal.value)
+    with pytest.raises(MLAUnsupportedError):
+        get_mla_prefill_backend(problem(None), "CPU_SDPA")
+
+
+@pytest.mark.usefixtures("none_installed")
+def test_fallback_warns_and_says_why() -> None:
+    """torchtitan#1610: a fall to something slow must be visible."""
+    with pytest.warns(UserWarning, match=r"backend CPU_SDPA cannot be used \(CPU_SDPA: not installed \(stub\)\); using REFERENCE instead"):
+        assert select(problem(None), "CPU_SDPA", fallback=True).get_name() == "REFERENCE"
+
+
+def test_a_sequence_of_choices_takes_the_first_valid_one() -> None:
+    assert select(problem(None), ("FLASH_ATTN", "reference")).get_name() == "REFERENCE"
+    with pytest.raises(MLAUnsupportedError, match="backend FLASH_ATTN, FLASHINFER cannot serve"):
+        select(problem(None), ("FLASH_ATTN", "FLASHINFER"))
+
+
+@pytest.mark.usefixtures("none_installed")
+def test_a_refusal_lists_every_backend_with_every_reason() -> None:
+    with pytest.raises(MLAUnsupportedError) as refusal:
+        select(problem("9.0", dtype="float8_e4m3fn"))
+    text = str(refusal.value)
+    assert text.startswith("no backend can serve cuda 9.0, float8_e4m3fn, 16 heads of 192/128, causal, lse:")
+    assert all(f"\n  {name}: " in text for name in names())
+    assert "dtype float8_e4m3fn (allowed: bfloat16, float16, float32, float64)" in text
+
+
+@pytest.mark.usefixtures("none_installed")
+def test_reference_on_a_gpu_warns_once() -> None:
+    with pytest.warns(UserWarning, match="using REFERENCE, plain array code, which is slow"):
+        select(problem("9.0"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert select(problem("9.0")).get_name() == "REFERENCE"
+        assert select(problem("9.0"), "REFERENCE").get_name() == "REFERENCE"
+        assert select(problem(None)).get_name() == "REFERENCE"
+
+
+@pytest.mark.usefixtures("all_installed")
+def test_an_unknown_gpu_is_no_reason_to_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's selector returned FlashAttention where the capability was unknown."""
+    monkeypatch.setattr("mla_interop.selector.device_capability", lambda device, index=0: None)
+    unknown = MLAPrefillSelectorConfig(dimensions=R1, num_heads=16)
+    assert unknown.capability is None
+    table = explain(unknown)
+    assert table.chosen == "REFERENCE"
+    assert all("compute capability unknown (state it in the configuration)" in row.reasons for row in table.rows if row.backend.startswith("FLASH"))
+    with pytest.raises(MLAUnsupportedError, match="compute capability unknown.*\n?.*REFERENCE"):
+        select(unknown, "FLASH_ATTN")
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"dtype": "bf16"}, "dtype: got 'bf16'; allowed: bfloat16"),
+        ({"device_type": "tpu"}, "device_type: got 'tpu'; allowed: 'cpu' or 'cuda'"),
+        ({"capability": "nine"}, "capability: got 'nine'; allowed: a pair such as"),
+        ({"flash_attn_version": 5}, "flash_attn_version: got 5; allowed: 2, 3, 4 or None"),
+    ],
+)
+def test_a_configuration_refuses_what_it_does_not_know(changed: dict[str, Any], text: str) -> None:
+    with pytest.raises(MLAInputError) as refusal:
+        problem(**changed)
+    assert str(refusal.value).startswith(text)
+
+
+def test_configurations_are_hashable_and_equal_by_value() -> None:
+    assert len({problem("9.0"), problem((9, 0)), problem(DeviceCapability(9, 0))}) == 1
+
+
+def test_classes_answer_the_interface() -> None:
+    """The names that users of the system this comes from know."""
+    for member in MLAPrefillBackendEnum:
+        cls = member.get_class()
+        assert issubclass(cls, MLAPrefillBackend) and cls.get_name() == member.name
+        assert cls.supports_dtype("bfloat16") and not cls.supports_dtype("int8") and cls.supports_mla_dimensions(R1)
+        assert isinstance(cls.is_available(), bool) and cls.supports_compute_capability(None) == ("cpu" in cls.device_types)
+
+
+def test_every_backend_is_in_an_order_and_reference_is_last() -> None:
+    assert {name for order in ORDERS.values() for name in order} == set(names())
+    assert all(order[-1] == "REFERENCE" for order in ORDERS.values())
+    assert order_for("cuda", DeviceCapability(7, 0)) == order_for("cuda", None) == ORDERS["cuda"]
+
+
+def test_documented_orders_are_the_codes() -> None:
+    """vllm#43697: the documented order differed. Where the docs have a table of orders, it is this one."""
+    docs = Path(__file__).parents[2] / "docs"
+    rows = [match for path in docs.glob("*.md") for match in re.finditer(r"^\| *order of ([\w.]+) *\| *(.+?) *\|$", path.read_text(), re.M)]
+    for match in rows:
+        assert tuple(name.strip() for name in match[2].split(",")) == ORDERS[match[1]]
