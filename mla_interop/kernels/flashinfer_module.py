@@ -119,6 +119,8 @@ def upstream_module(generation: int, dtype: str, head_dim_qk: int, head_dim_v: i
         folders = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         arch = f"{capability[0]}.{capability[1]}"
         env = {**os.environ, "PATH": _build_path(), "PYTHONPATH": folders, "FLASHINFER_CUDA_ARCH_LIST": arch}
+        if home := _cuda_home():
+            env["CUDA_HOME"] = home
         arguments = [str(generation), dtype, str(head_dim_qk), str(head_dim_v), str(out)]
         run_tool([sys.executable, "-m", "mla_interop.kernels.flashinfer_module", *arguments], f"FlashInfer's fa{generation} kernel", env)
 
@@ -137,6 +139,13 @@ def _build_path() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
+def _cuda_home() -> str | None:
+    # The nvcc on PATH may be a script far from the toolkit, which FlashInfer would take for the toolkit's own.
+    nvcc = find_nvcc()
+    roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), nvcc and str(Path(nvcc).parent.parent), "/usr/local/cuda"]
+    return next((root for root in roots if root and (Path(root) / "include" / "cuda_runtime.h").exists()), None)
+
+
 def _open(path: Path) -> Any:
     """Load a library with TVM FFI, once; where the CUDA runtime that FlashInfer links is not on the search path, load that first."""
     import tvm_ffi
@@ -151,8 +160,8 @@ def _open(path: Path) -> Any:
 
 
 def _load_cuda_runtime(name: str) -> bool:
-    nvcc, wheels = find_nvcc(), importlib.util.find_spec("nvidia")
-    folders = [Path(nvcc).parent.parent / "lib64"] if nvcc else []
+    home, wheels = _cuda_home(), importlib.util.find_spec("nvidia")
+    folders = [Path(home) / "lib64"] if home else []
     for root in (wheels.submodule_search_locations or []) if wheels else []:
         folders += sorted(Path(root).glob("*/lib"))
     for folder in folders:
