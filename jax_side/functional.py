@@ -81,7 +81,7 @@ def mla_prefill(
         lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, metadata)
         return dense_call(q, k, v, lengths, lambda q, k, v, metadata: _call(q, k, v, _specs(q, k, v), options, metadata, route))
     specs = _specs(q, k, v)
-    metadata = metadata_for(specs[0], specs[1], metadata, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, check)
+    metadata = metadata_for(q.shape, k.shape, metadata, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, check)
     return _call(q, k, v, specs, options, metadata, route)
 
 

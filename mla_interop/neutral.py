@@ -101,7 +101,7 @@ def _numpy(
         packed_out = None if out is None else out.reshape(-1, *out.shape[2:])
         lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, metadata)
         return dense_call(q, k, v, lengths, lambda q, k, v, metadata: _run_numpy(q, k, v, options, metadata, packed_out))
-    metadata = metadata_for(_spec(q), _spec(k), metadata, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, check)
+    metadata = metadata_for(q.shape, k.shape, metadata, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, check)
     return _run_numpy(q, k, v, options, metadata, out)
 
 

@@ -148,8 +148,8 @@ def bind(call: Resolved, metadata: PrefillMetadata, num_tokens_k: int, exact: bo
 
 
 def metadata_for(
-    q: TensorSpec,
-    k: TensorSpec,
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
     metadata: PrefillMetadata | None,
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
@@ -172,15 +172,15 @@ def metadata_for(
         raise input_error("cu_seqlens_q", "None with cu_seqlens_k given", "both, or cu_seqlens_q alone")
     if cu_seqlens_q is None:
         if max_seqlen_q is None and max_seqlen_k is None:
-            return dense_metadata(1, q.shape[0], k.shape[0])
+            return dense_metadata(1, q_shape[0], k_shape[0])
         cu_seqlens_q, cu_seqlens_k = (0, q.shape[0]), (0, k.shape[0])
     return prepare_metadata(
         cu_seqlens_q,
         cu_seqlens_k,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
-        num_tokens_q=q.shape[0],
-        num_tokens_k=k.shape[0],
+        num_tokens_q=q_shape[0],
+        num_tokens_k=k_shape[0],
         check=check,
     )
 

@@ -1,17 +1,15 @@
 """``mla_prefill`` on torch tensors: describe, resolve, allocate, launch."""
 
-import contextlib
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from mla_interop import sequences
-from mla_interop.config import environment_key
 from mla_interop.errors import MLAInputError, input_error
 from mla_interop.exchange import TensorSpec
-from mla_interop.prefill import Options, Resolved, bind, dense_call, metadata_for, resolve
+from mla_interop.prefill import Options, bind, dense_call, metadata_for, resolve
 from mla_interop.sequences import PrefillMetadata
 
 _DTYPE_NAMES = {
@@ -78,10 +76,9 @@ def mla_prefill(
             _check_out(out, (*q.shape[:3], v.shape[-1]), q)
             out = out.flatten(0, 1)
         lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, metadata)
-        return dense_call(q, k, v, lengths, lambda q, k, v, metadata: _call(q, k, v, (_spec(q), _spec(k), _spec(v)), options, metadata, out))
-    specs = (_spec(q), _spec(k), _spec(v))
-    metadata = metadata_for(specs[0], specs[1], metadata, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, check)
-    return _call(q, k, v, specs, options, metadata, out)
+        return dense_call(q, k, v, lengths, lambda q, k, v, metadata: _call(q, k, v, options, metadata, out))
+    metadata = metadata_for(q.shape, k.shape, metadata, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, check)
+    return _call(q, k, v, options, metadata, out)
 
 
 def prepare_metadata(cu_seqlens_q: Any, cu_seqlens_k: Any = None, *, device: Any = None, **options: Any) -> PrefillMetadata:
@@ -99,69 +96,98 @@ def prepare_metadata(cu_seqlens_q: Any, cu_seqlens_k: Any = None, *, device: Any
 
 
 class _Launch(NamedTuple):
-    """All that a call with the same metadata, shapes and options shares: what is left to do is allocate and launch."""
+    """All that calls with the same metadata, shapes, strides and options share: what is left to do is allocate and launch.
 
-    call: Resolved
-    empty: bool
+    Attributes:
+        launch: The kernel's launch function.
+        arrays: cu_seqlens_q, cu_seqlens_k and the work list, on the device.
+        scalars: The last arguments of the launch.
+        adjust: What has to be done to q, k and v first; None, as a rule, for nothing.
+    """
+
     launch: Callable[..., Any]
+    out_shape: tuple[int, int, int]
+    lse_shape: tuple[int, int] | None
+    scratch_floats: int
     arrays: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
     scalars: tuple[float, int, int, int]
-    scratch_floats: int
-    rows_k: int | None
-    clear_v: bool
+    adjust: Callable[[Any, Any, Any], tuple[Any, Any, Any]] | None
+    runs: Literal["kernel", "array code", "nothing"]
+    is_causal: bool
 
 
-def _call(q: Any, k: Any, v: Any, specs: tuple[TensorSpec, TensorSpec, TensorSpec], options: Options, metadata: PrefillMetadata, out: Any) -> Any:
+def _call(q: Any, k: Any, v: Any, options: Options, metadata: PrefillMetadata, out: Any) -> Any:
+    # A choice is kept by the metadata: preparing new metadata, or clear_cache, is how a change of the environment takes effect.
+    layouts = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15)
+    key = (layouts, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options)
+    prepared = metadata.remember(key, lambda: _prepare(q, k, v, options, metadata))
+    if q.is_cuda and q.device.index != torch.cuda.current_device():
+        with torch.cuda.device(q.device):
+            return _launch(prepared, q, k, v, out)
+    return _launch(prepared, q, k, v, out)
+
+
+def _prepare(q: Any, k: Any, v: Any, options: Options, metadata: PrefillMetadata) -> _Launch:
     if options.backend is None and metadata.bounds.backend is not None:
         options = options._replace(backend=metadata.bounds.backend)
-    prepared = metadata.remember((specs, options, environment_key()), lambda: _prepare(specs, options, metadata, q.device))
-    guard = contextlib.nullcontext() if q.device.type == "cpu" or q.device.index == torch.cuda.current_device() else torch.cuda.device(q.device)
-    with guard:
-        return _launch(prepared, q, k, v, out)
-
-
-def _prepare(specs: tuple[TensorSpec, TensorSpec, TensorSpec], options: Options, metadata: PrefillMetadata, device: torch.device) -> _Launch:
-    q, k, v = specs
-    call = resolve(q, k, v, options, metadata.bounds.num_seqs, metadata.has_lengths)
-    bound = bind(call, metadata, k.shape[0], exact=True)
-    cut = bound.num_tokens_k if bound.num_tokens_k < k.shape[0] else None
+    call = resolve(_spec(q), _spec(k), _spec(v), options, metadata.bounds.num_seqs, metadata.has_lengths)
+    rows = k.shape[0]
+    bound = bind(call, metadata, rows, exact=True)
+    arrays = _on_device(bound.metadata, q.device)
+    cut = bound.num_tokens_k if bound.num_tokens_k < rows else None
+    clear = arrays[1] if options.padding == "any" and metadata.host is None and metadata.bounds.padded_k else None
     return _Launch(
-        call=call,
-        empty=bound.empty,
         launch=call.kernel.launch,
-        arrays=_on_device(bound.metadata, device),
-        scalars=(call.scale, bound.max_seqlen_q, bound.max_seqlen_k, bound.finish),
+        out_shape=call.out_shape,
+        lse_shape=call.lse_shape if options.return_lse else None,
         scratch_floats=bound.scratch_floats,
-        rows_k=cut,
-        clear_v=options.padding == "any" and metadata.host is None and metadata.bounds.padded_k,
+        arrays=arrays,
+        scalars=(call.scale, bound.max_seqlen_q, bound.max_seqlen_k, bound.finish),
+        adjust=None if cut is None and clear is None and not any(call.copies) else _adjustment(cut, clear, call.copies),
+        runs="nothing" if bound.empty else "array code" if call.kernel.kind == "array" else "kernel",
+        is_causal=options.is_causal,
     )
 
 
+def _adjustment(cut: int | None, clear: torch.Tensor | None, copies: tuple[bool, bool, bool]) -> Callable[[Any, Any, Any], tuple[Any, Any, Any]]:
+    """Cuts k and v to the rows that hold keys, clears v's tail, and makes contiguous what the kernel cannot read through its strides."""
+
+    def adjust(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+        if cut is not None:
+            k, v = k[:cut], v[:cut]
+        if clear is not None:
+            v = sequences.clear_tail(v, clear)
+        packed = [x.clone(memory_format=torch.contiguous_format) if copy else x for x, copy in zip((q, k, v), copies)]
+        return packed[0], packed[1], packed[2]
+
+    return adjust
+
+
 def _launch(prepared: _Launch, q: Any, k: Any, v: Any, out: torch.Tensor | None) -> Any:
-    call = prepared.call
     if out is None:
-        out = torch.empty(call.out_shape, dtype=q.dtype, device=q.device)
+        out = q.new_empty(prepared.out_shape)
     else:
-        _check_out(out, call.out_shape, q)
-    lse = torch.empty(call.lse_shape, dtype=torch.float32, device=q.device) if call.options.return_lse else None
-    if prepared.empty:
-        out.zero_()
-        return out if lse is None else (out, lse.fill_(-math.inf))
-    if prepared.rows_k is not None:
-        k, v = k[: prepared.rows_k], v[: prepared.rows_k]
-    cu_seqlens_q, cu_seqlens_k, plan = prepared.arrays
-    if prepared.clear_v:
-        v = sequences.clear_tail(v, cu_seqlens_k)
+        _check_out(out, prepared.out_shape, q)
+    lse = None if prepared.lse_shape is None else q.new_empty(prepared.lse_shape, dtype=torch.float32)
+    if prepared.runs != "kernel":
+        return _without_kernel(prepared, q, k, v, out, lse)
     if q.requires_grad or k.requires_grad or v.requires_grad:
         q, k, v = q.detach(), k.detach(), v.detach()  # DLPack refuses tensors that require grad; grad mode is off here
-    q, k, v = (x.contiguous() if copy and not x.is_contiguous() else x.clone() if copy else x for x, copy in zip((q, k, v), call.copies, strict=True))
-    if call.kernel.kind == "array":
-        made, made_lse = prepared.launch(q, k, v, cu_seqlens_q, cu_seqlens_k, call.scale, call.options.is_causal)
-        out.copy_(made)
-        return out if lse is None else (out, lse.copy_(made_lse))
-    scratch = torch.empty(prepared.scratch_floats, dtype=torch.float32, device=q.device) if prepared.scratch_floats else None
+    if prepared.adjust is not None:
+        q, k, v = prepared.adjust(q, k, v)
+    scratch = q.new_empty(prepared.scratch_floats, dtype=torch.float32) if prepared.scratch_floats else None
+    cu_seqlens_q, cu_seqlens_k, plan = prepared.arrays
     prepared.launch(q, k, v, cu_seqlens_q, cu_seqlens_k, plan, scratch, out, lse, *prepared.scalars)
     return out if lse is None else (out, lse)
+
+
+def _without_kernel(prepared: _Launch, q: Any, k: Any, v: Any, out: torch.Tensor, lse: torch.Tensor | None) -> Any:
+    if prepared.runs == "nothing":
+        out.zero_()
+        return out if lse is None else (out, lse.fill_(-math.inf))
+    made, made_lse = prepared.launch(q, k, v, *prepared.arrays[:2], prepared.scalars[0], prepared.is_causal)
+    out.copy_(made)
+    return out if lse is None else (out, lse.copy_(made_lse))
 
 
 def _on_device(metadata: PrefillMetadata, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -185,10 +211,15 @@ def _tensor(name: str, array: Any, device: torch.device) -> Any:
 
 def _spec(x: torch.Tensor) -> TensorSpec:
     device = x.device
+    if device.type not in ("cpu", "cuda"):
+        raise input_error("q, k, v", f"device {device}", "cpu or cuda")
     return TensorSpec(tuple(x.shape), x.stride(), _DTYPE_NAMES.get(x.dtype, str(x.dtype)), device.type, device.index or 0, x.data_ptr() % 16 == 0)
 
 
 def _check_tensors(q: Any, k: Any, v: Any) -> None:
+    tensor = torch.Tensor
+    if isinstance(q, tensor) and isinstance(k, tensor) and isinstance(v, tensor) and not torch.is_grad_enabled():
+        return
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise input_error(name, type(x).__name__, "a torch.Tensor", "mla_interop.mla_prefill takes arrays of any framework.")
@@ -197,8 +228,6 @@ def _check_tensors(q: Any, k: Any, v: Any) -> None:
                 f"{name}: got a tensor that requires grad in grad mode; allowed: inference only, for now. "
                 "Call under torch.no_grad() or torch.inference_mode(), or detach it; backend='REFERENCE' code in JAX is differentiable."
             )
-        if x.device.type not in ("cpu", "cuda"):
-            raise input_error(name, f"device {x.device}", "cpu or cuda")
 
 
 def _check_out(out: Any, shape: tuple[int, ...], q: torch.Tensor) -> None:
