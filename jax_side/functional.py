@@ -127,7 +127,7 @@ def _call(q: Any, k: Any, v: Any, specs: tuple[TensorSpec, TensorSpec, TensorSpe
     if call.kernel.kind == "array":
         out, lse = _array_code(call.scale, options.is_causal, call.kernel.launch, q, k, v, *lengths)
     elif route == "callback":
-        out, lse = callback.pure_callback(call.kernel.launch, _call_spec(call, bound, k.shape[0], q.dtype), q, k, v, *lengths, bound.metadata.plan)
+        out, lse = callback.pure_callback(call.kernel.function, _call_spec(call, bound, k.shape[0], q.dtype), q, k, v, *lengths, bound.metadata.plan)
     else:
         out, lse = _custom_call(_call_spec(call, bound, k.shape[0], q.dtype), q, k, v, *lengths, bound.metadata.plan)
     return (out, lse) if options.return_lse else out

@@ -15,6 +15,7 @@ class Row:
     valid: bool
     reasons: tuple[str, ...]
     kernel: str
+    variant: str
     kind: str
     copies: tuple[str, ...]
     versions: tuple[str, ...]
@@ -23,8 +24,8 @@ class Row:
     def of(cls, backend: str, reasons: tuple[str, ...], kernel: Kernel | None) -> "Row":
         """From a backend's reasons and its preferred kernel (None where it has none)."""
         if kernel is None:
-            return cls(backend, False, reasons, "", "", (), ())
-        return cls(backend, not reasons, reasons, kernel.name, kernel.kind, copies_of(kernel), kernel.versions)
+            return cls(backend, False, reasons, "", "", "", (), ())
+        return cls(backend, not reasons, reasons, kernel.name, kernel.variant, kernel.kind, copies_of(kernel), kernel.versions)
 
 
 def copies_of(kernel: Kernel) -> tuple[str, ...]:
@@ -89,7 +90,7 @@ class SelectionTable:
     def _why(self, row: Row) -> str:
         if not row.valid:
             return "; ".join(row.reasons)
-        detail = "; ".join((row.kernel.split(".")[1], *row.versions, *row.copies))
+        detail = "; ".join((row.variant, *row.versions, *row.copies))
         if row.backend != self.chosen:
             return detail
         return f"{'asked for' if row.backend in self.explicit else 'first valid in the order'}; {detail}"

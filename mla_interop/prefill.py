@@ -134,7 +134,7 @@ def bind(call: Resolved, metadata: PrefillMetadata, num_tokens_k: int, exact: bo
         tail, empties = host.total_q < tokens, host.has_empty_rows(call.options.is_causal)
         readable = host.total_k
     else:
-        tail, empties, readable = bounds.padded_q, True, num_tokens_k
+        tail, empties, readable = bounds.padded_q, not bounds.same_lengths, num_tokens_k
     if host is not None and exact:
         max_q, max_k = host.max_seqlen_q, host.max_seqlen_k
     else:
@@ -173,7 +173,7 @@ def metadata_for(
     if cu_seqlens_q is None:
         if max_seqlen_q is None and max_seqlen_k is None:
             return dense_metadata(1, q_shape[0], k_shape[0])
-        cu_seqlens_q, cu_seqlens_k = (0, q.shape[0]), (0, k.shape[0])
+        cu_seqlens_q, cu_seqlens_k = (0, q_shape[0]), (0, k_shape[0])
     return prepare_metadata(
         cu_seqlens_q,
         cu_seqlens_k,

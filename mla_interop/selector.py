@@ -9,12 +9,12 @@ import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mla_interop.backends.base import MLAPrefillBackend
+from mla_interop.backends.base import Kernel, MLAPrefillBackend
 from mla_interop.backends.registry import backend_class, names, order_for, parse_names
 from mla_interop.capability import DeviceCapability, device_capability
 from mla_interop.config import MLAPrefillConfig, environment_key
 from mla_interop.dimensions import MLADimensions
-from mla_interop.errors import MLABuildError, MLAUnavailableError, MLAUnsupportedError, input_error
+from mla_interop.errors import MLAUnavailableError, MLAUnsupportedError, input_error
 from mla_interop.explain import Row, SelectionTable
 
 DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
@@ -76,8 +76,8 @@ def select(config: MLAPrefillSelectorConfig, backend: Any = None, fallback: bool
 
     Args:
         config: The problem.
-        backend: An explicit choice: a name in any case, an enum member, or an ordered sequence. None: ``MLA_INTEROP_BACKEND``, else
-            the order of the device's architecture.
+        backend: An explicit choice: a name in any case, an enum member, or an ordered sequence; ``"FLASH_ATTN.fa3"`` names one of a
+            backend's kernels. None: ``MLA_INTEROP_BACKEND``, else the order of the device's architecture.
         fallback: If the explicit choice is not valid, warn and choose automatically instead of raising.
 
     Raises:
@@ -122,17 +122,19 @@ def _select(config: MLAPrefillSelectorConfig, backend: Any, fallback: bool, envi
     del environment  # only a part of the key
     table = explain(config, backend, fallback)
     tried: dict[str, str] = {}
+    cause: MLAUnavailableError | None = None
     for name in _candidates(table, fallback):
         cls = backend_class(name)
-        for kernel in cls.kernels(table.config)[0]:
+        for kernel in kernels_of(name, table.config):
             try:
                 _ = kernel.launch
-            except (MLABuildError, MLAUnavailableError) as error:
-                tried[f"{name} ({kernel.name.split('.')[1]})"] = str(error)
+            except MLAUnavailableError as error:
+                tried[f"{name} ({kernel.variant})"] = str(error)
+                cause = error
                 continue
-            _warn(table, name, config)
+            _warn(table, name, kernel.name, tried)
             return cls(table.config, kernel)
-    raise MLAUnsupportedError(table.refusal(tried))
+    raise MLAUnsupportedError(table.refusal(tried)) from cause
 
 
 def _candidates(table: SelectionTable, fallback: bool) -> list[str]:
@@ -141,12 +143,16 @@ def _candidates(table: SelectionTable, fallback: bool) -> list[str]:
     return [name for name in dict.fromkeys(wanted) if name in valid]
 
 
-def _warn(table: SelectionTable, name: str, config: MLAPrefillSelectorConfig) -> None:
+def _warn(table: SelectionTable, name: str, kernel: str, tried: dict[str, str]) -> None:
+    """A choice that is not the one to expect is never silent; it is made, and said, once (torchtitan#1610)."""
+    failed = [f"{where}: {why}" for where, why in tried.items()]
     if table.explicit and name not in table.explicit:
-        reasons = "; ".join(f"{row.backend}: {', '.join(row.reasons)}" for row in table.rows if row.backend in table.explicit)
+        reasons = "; ".join([f"{row.backend}: {', '.join(row.reasons)}" for row in table.rows if row.reasons and row.backend in table.explicit] + failed)
         warnings.warn(f"backend {', '.join(table.explicit)} cannot be used ({reasons}); using {name} instead", stacklevel=4)
-    elif name == "REFERENCE" and config.device_type == "cuda" and "REFERENCE" not in table.explicit:
-        warnings.warn(f"no kernel can serve this on the GPU; using REFERENCE, plain array code, which is slow. {table.refusal()}", stacklevel=4)
+    elif name == "REFERENCE" and table.config.device_type == "cuda" and "REFERENCE" not in table.explicit:
+        warnings.warn(f"no kernel can serve this on the GPU; using REFERENCE, plain array code, which is slow. {table.refusal(tried)}", stacklevel=4)
+    elif failed:
+        warnings.warn(f"{'; '.join(failed)}; using {kernel} instead", stacklevel=4)
 
 
 def _row(name: str, config: MLAPrefillSelectorConfig, allow_reference: bool) -> Row:
@@ -154,7 +160,17 @@ def _row(name: str, config: MLAPrefillSelectorConfig, allow_reference: bool) -> 
     reasons = cls.validate_configuration(config)
     if name == "REFERENCE" and not allow_reference:
         reasons = [*reasons, "not allowed (allow_reference=False)"]
-    return Row.of(name, tuple(reasons), None if reasons else cls.kernels(config)[0][0])
+    kernels = [] if reasons else kernels_of(name, config)
+    if not reasons and not kernels:
+        made, refused = cls.kernels(config)
+        reasons = [*refused, f"no kernel {name.partition('.')[2]} (can be used: {', '.join(kernel.variant for kernel in made)})"]
+    return Row.of(name, tuple(reasons), kernels[0] if kernels else None)
+
+
+def kernels_of(name: str, config: MLAPrefillSelectorConfig) -> list[Kernel]:
+    """The kernels that a name as ``parse_names`` gives it stands for: all of a backend's, or the one after the dot."""
+    variant = name.partition(".")[2]
+    return [kernel for kernel in backend_class(name).kernels(config)[0] if variant in ("", kernel.variant)]
 
 
 def _hashable(backend: Any) -> Any:

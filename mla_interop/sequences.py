@@ -30,6 +30,7 @@ class Bounds:
         num_tokens_q, num_tokens_k: Rows of q (T) and of k, v (S), when stated or known; None leaves them to the call.
         padded_q, padded_k: Whether rows past the last sequence may exist.
         max_seqlen_q, max_seqlen_k: The caller's upper bounds of one sequence's length; None means T and S.
+        same_lengths: Whether keys have the queries' lengths by construction: then every query row of a sequence sees a key.
         plan_for: Name of the kernel that the work list belongs to, if there is one.
     """
 
@@ -40,6 +41,7 @@ class Bounds:
     padded_k: bool
     max_seqlen_q: int | None
     max_seqlen_k: int | None
+    same_lengths: bool = False
     plan_for: str | None = None
 
     @property
@@ -167,7 +169,7 @@ def prepare_metadata(
     tokens_k, padded_k = _tokens("num_tokens_k", num_tokens_k, host_k)
     _check_maximum("max_seqlen_q", max_seqlen_q, host_q)
     _check_maximum("max_seqlen_k", max_seqlen_k, host_k)
-    bounds = Bounds(array_q.shape[0] - 1, tokens_q, tokens_k, padded_q, padded_k, max_seqlen_q, max_seqlen_k)
+    bounds = Bounds(array_q.shape[0] - 1, tokens_q, tokens_k, padded_q, padded_k, max_seqlen_q, max_seqlen_k, same)
     metadata = PrefillMetadata(array_q, array_k, None, bounds, host)
     if config is None:
         return metadata
@@ -182,7 +184,7 @@ def dense_metadata(batch: int, tokens_q: int, tokens_k: int) -> PrefillMetadata:
     if batch * max(tokens_q, tokens_k) > INT32_MAX:
         raise input_error("q, k", f"{batch} x {max(tokens_q, tokens_k)} tokens", f"at most {INT32_MAX} tokens in all (int32 offsets)")
     steps = np.arange(batch + 1, dtype=np.int32)
-    return prepare_metadata(steps * np.int32(tokens_q), steps * np.int32(tokens_k))
+    return prepare_metadata(steps * np.int32(tokens_q), None if tokens_q == tokens_k else steps * np.int32(tokens_k))
 
 
 def clear_tail(values: Any, cu_seqlens: Any) -> Any:

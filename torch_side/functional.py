@@ -163,7 +163,7 @@ def _adjustment(cut: int | None, clear: torch.Tensor | None, copies: tuple[bool,
     return adjust
 
 
-def _launch(prepared: _Launch, q: Any, k: Any, v: Any, out: torch.Tensor | None) -> Any:
+def _launch(prepared: _Launch, q: Any, k: Any, v: Any, out: Any) -> Any:
     if out is None:
         out = q.new_empty(prepared.out_shape)
     else:

@@ -55,20 +55,29 @@ class Kernel:
         return self.make()
 
     @property
+    def variant(self) -> str:
+        """Which of its backend's kernels it is, e.g. ``fa4``."""
+        return self.name.split(".")[1]
+
+    @property
     def global_name(self) -> str:
         """Name of the kernel among TVM FFI's global functions, where XLA programs find it."""
         return f"mla_interop.kernel.{self.name}"
 
     @functools.cached_property
+    def function(self) -> Callable[..., Any]:
+        """The launch function for callers that hold DLPack tensors, not torch's: native code, and the callback route."""
+        if self.kind != "python":
+            return self.launch
+        from mla_interop.kernels.torch_call import over_dlpack
+
+        return over_dlpack(self.launch)
+
+    @functools.cached_property
     def _registered(self) -> str:
         from tvm_ffi import register_global_func
 
-        launch = self.launch
-        if self.kind == "python":
-            from mla_interop.kernels.torch_call import over_dlpack
-
-            launch = over_dlpack(launch)
-        register_global_func(self.global_name, launch, override=True)
+        register_global_func(self.global_name, self.function, override=True)
         return self.global_name
 
     def register(self) -> str:

@@ -49,7 +49,7 @@ def _variants(config: "MLAPrefillSelectorConfig") -> Iterator[tuple[str, int, Ke
 def _ahead_of_time(config: "MLAPrefillSelectorConfig") -> Kernel | list[str]:
     dimensions, capability = config.dimensions, config.capability
     assert capability is not None  # validate_configuration refuses an unknown GPU first
-    reasons = fa4.unsupported_reasons(capability, config.dtype, dimensions.qk_head_dim, dimensions.v_head_dim) + fa4_scale_reasons(config.scale)
+    reasons = fa4.unsupported_reasons(capability, config.dtype, dimensions.qk_head_dim, dimensions.v_head_dim)
     arch = fa4.arch_for(capability)
     if reasons or arch is None:
         return reasons
@@ -58,18 +58,19 @@ def _ahead_of_time(config: "MLAPrefillSelectorConfig") -> Kernel | list[str]:
         kind="compiled",
         make=lambda: fa4.load(arch, config.dtype, dimensions.qk_head_dim, dimensions.v_head_dim, config.is_causal, config.needs_lse),
         strided=frozenset("qkv"),
+        native_empty_rows=False,  # right only while the values of the next sequence are finite
         cuda_graph=True,
         versions=(f"flash-attn-4 {package_version('flash-attn-4')}",),
     )
 
 
-def fa4_scale_reasons(scale: float | None) -> list[str]:
-    """Why a scale cannot be served: FlashAttention finds the row's maximum before it scales, so a negative scale turns it into a minimum."""
-    return [f"scale {scale:g} (allowed: >= 0)"] if scale is not None and scale < 0 else []
+def _scale_reasons(scale: float | None) -> list[str]:
+    """The packages' kernels mask with -inf and scale afterwards: a scale of 0 makes NaN of it, a negative one +inf."""
+    return [f"scale {scale:g} (allowed: > 0)"] if scale is not None and scale <= 0 else []
 
 
 def _through_package(config: "MLAPrefillSelectorConfig", package: "flash_attn_packages.Package") -> Kernel | list[str]:
-    reasons = package.reasons(config.capability, config.dtype, config.dimensions) + fa4_scale_reasons(config.scale)
+    reasons = package.reasons(config.capability, config.dtype, config.dimensions) + _scale_reasons(config.scale)
     if reasons:
         return reasons
     head_dims = config.dimensions.qk_head_dim, config.dimensions.v_head_dim

@@ -27,14 +27,10 @@ class FlashInferBackend(MLAPrefillBackend):
 
     @classmethod
     def kernels(cls, config: "MLAPrefillSelectorConfig") -> tuple[Sequence[Kernel], list[str]]:
-        """FA3 where it runs (compute capability 9.0), then FA2."""
-        made, refused = [], []
-        for generation in (3, 2):
-            reasons = cls._reasons(config, generation)
-            if not reasons:
-                made.append(_kernel(config, generation))
-            refused += [f"fa{generation}: {reason}" for reason in reasons]
-        return made, refused
+        """FA3 on compute capability 9.0, FA2 elsewhere: its LSE comes from probabilities rounded to 16 bits, FA3's does not."""
+        generation = 3 if config.capability == (9, 0) else 2
+        reasons = cls._reasons(config, generation)
+        return ([], [f"fa{generation}: {reason}" for reason in reasons]) if reasons else ([_kernel(config, generation)], [])
 
     @classmethod
     def _reasons(cls, config: "MLAPrefillSelectorConfig", generation: int) -> list[str]:
@@ -63,6 +59,7 @@ def _kernel(config: "MLAPrefillSelectorConfig", generation: int) -> Kernel:
         kind="compiled",
         make=lambda: flashinfer_module.load(generation, config.dtype, dimensions.qk_head_dim, dimensions.v_head_dim, config.is_causal, capability),
         strided=frozenset("qkv"),
+        native_empty_rows=False,  # flashinfer#4452: a finite LSE
         scratch_floats=flashinfer_module.scratch_floats,
         plan=plan,
         cuda_graph=True,

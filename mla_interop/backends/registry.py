@@ -47,11 +47,13 @@ def names() -> list[str]:
 
 def backend_class(name: str) -> type[MLAPrefillBackend]:
     """The class of a name as :func:`parse_names` gives it."""
-    return MLAPrefillBackendEnum[name].get_class()
+    return MLAPrefillBackendEnum[name.partition(".")[0]].get_class()
 
 
 def parse_names(argument: str, value: object) -> tuple[str, ...]:
     """Canonical names from a name in any case, an enum member, or an ordered sequence of them.
+
+    A name may be followed by one of the backend's kernels, as in ``"FLASH_ATTN.fa3"``, which then is the only one considered.
 
     Raises:
         MLAInputError: A name is unknown, empty, or of another type; the text lists the known ones (vllm#22217).
@@ -60,8 +62,10 @@ def parse_names(argument: str, value: object) -> tuple[str, ...]:
         return tuple(name for item in value for name in parse_names(argument, item))
     if isinstance(value, MLAPrefillBackendEnum):
         return (value.name,)
-    if isinstance(value, str) and value.upper() in MLAPrefillBackendEnum.__members__:
-        return (value.upper(),)
+    if isinstance(value, str):
+        backend, dot, variant = value.partition(".")
+        if backend.upper() in MLAPrefillBackendEnum.__members__ and bool(dot) == bool(variant):
+            return (f"{backend.upper()}{dot}{variant.lower()}",)
     raise input_error(argument, repr(value), ", ".join(names()), "Upper or lower case, or an ordered sequence of these.")
 
 

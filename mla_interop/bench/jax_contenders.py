@@ -9,7 +9,7 @@ import torch
 
 import jax_side
 from mla_interop.bench.problems import QK_HEAD_DIM, V_HEAD_DIM, Problem
-from mla_interop.bench.torch_contenders import Contender, config_for, kernels_here, only_variant
+from mla_interop.bench.torch_contenders import Contender, config_for, kernels_here
 
 CHAIN = 10
 
@@ -18,25 +18,26 @@ def contenders(problem: Problem, q: Any, k: Any, v: Any, dtype: str) -> Iterator
     """All of them; q, k, v are torch tensors, whose memory JAX shares where it can (it takes no strided V)."""
     arrays = tuple(jax.dlpack.from_dlpack(x.contiguous()) for x in (q, k, v))
     for backend, kernel in kernels_here(problem, q.device.type, dtype):
-        variant = kernel.name.split(".")[1]
         for lse in (False, True):
-            yield _frontend(problem, arrays, dtype, q.device.type, backend, variant, lse)
+            yield _frontend(problem, arrays, dtype, q.device.type, f"{backend}.{kernel.variant}", lse)
     yield from _fa4_jax(problem, arrays)
     if len(set(problem.lengths)) == 1:
         yield _jax_nn(problem, arrays)
 
 
 def _chained(step: Callable[..., Any]) -> Callable[..., Any]:
-    """``step(q, *rest)`` ten times, with one number of each result written into the next q.
+    """``step(q, k, v, *rest)`` ten times, as ten layers call it: each with a q and a v that depend on the result before, all results kept.
 
-    A real dependency: XLA drops an optimization barrier late, and then merges the equal calls into one.
+    One number of a result goes into the next q and v. Less would be unfair: XLA merges equal calls, pads a V that does not change once for
+    all of them, and does not cut what nobody reads; an optimization barrier it drops too late.
     """
 
-    def program(q: Any, *rest: Any) -> Any:
-        made = step(q, *rest)
+    def program(q: Any, k: Any, v: Any, *rest: Any) -> Any:
+        made = [step(q, k, v, *rest)]
         for _ in range(CHAIN - 1):
-            q = q.at[0, 0, 0].set(jax.tree.leaves(made)[0][0, 0, 0])
-            made = step(q, *rest)
+            number = jax.tree.leaves(made[-1])[0][0, 0, 0]
+            q, v = q.at[0, 0, 0].set(number), v.at[0, 0, 0].set(number)
+            made.append(step(q, k, v, *rest))
         return made
 
     return program
@@ -63,24 +64,14 @@ def _torch(array: Any) -> Any:
     return torch.from_dlpack(array)
 
 
-def _frontend(problem: Problem, arrays: tuple[Any, ...], dtype: str, device: str, backend: str, variant: str, lse: bool) -> Contender:
-    config = config_for(problem, device, dtype, lse)
-    with only_variant(backend, variant):
-        metadata = jax_side.prepare_metadata(problem.cu_seqlens, config=config, backend=backend)
+def _frontend(problem: Problem, arrays: tuple[Any, ...], dtype: str, device: str, backend: str, lse: bool) -> Contender:
+    """``jax_side.mla_prefill`` with prepared metadata, which is an argument of the program."""
+    metadata = jax_side.prepare_metadata(problem.cu_seqlens, config=config_for(problem, device, dtype, lse), backend=backend)
 
-        def step(q: Any, k: Any, v: Any, metadata: Any) -> Any:
-            return jax_side.mla_prefill(q, k, v, metadata=metadata, backend=backend, return_lse=lse)
+    def step(q: Any, k: Any, v: Any, metadata: Any) -> Any:
+        return jax_side.mla_prefill(q, k, v, metadata=metadata, backend=backend, return_lse=lse)
 
-        contender = _contender(
-            f"mla_interop{' + lse' if lse else ''}",
-            f"{backend} {variant}",
-            step,
-            (*arrays, metadata),
-            lambda made: made if lse else (made, None),
-        )
-        contender.run(1)
-        contender.result()
-    return contender
+    return _contender(f"mla_interop{' + lse' if lse else ''}", backend, step, (*arrays, metadata), lambda made: made if lse else (made, None))
 
 
 def _fa4_jax(problem: Problem, arrays: tuple[Any, ...]) -> Iterator[Contender]:

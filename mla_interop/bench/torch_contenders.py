@@ -71,26 +71,20 @@ def contenders(problem: Problem, q: Any, k: Any, v: Any, dtype: str) -> Iterator
     """All of them, in the order of the tables."""
     device = q.device.type
     for backend, kernel in kernels_here(problem, device, dtype):
-        variant = kernel.name.split(".")[1]
+        name = f"{backend}.{kernel.variant}"
         for lse in (False, True):
-            yield _frontend(problem, q, k, v, backend, variant, lse)
+            yield _frontend(problem, q, k, v, name, lse)
         if kernel.kind == "compiled":
-            yield from _raw(problem, q, k, v, dtype, backend, variant)
+            yield from _raw(problem, q, k, v, dtype, name)
     if device == "cpu":
         yield _sdpa(problem, q, k, v)
     else:
         yield from _package_apis(problem, q, k, v)
 
 
-def _environment(variant: str) -> dict[str, Any]:
-    return {"backend": "FLASH_ATTN", "generation": int(variant[2])} if variant.startswith("fa") else {}
-
-
-def _frontend(problem: Problem, q: Any, k: Any, v: Any, backend: str, variant: str, lse: bool) -> Contender:
-    """``torch_side.mla_prefill`` with prepared metadata, held to one kernel."""
+def _frontend(problem: Problem, q: Any, k: Any, v: Any, backend: str, lse: bool) -> Contender:
+    """``torch_side.mla_prefill`` with prepared metadata."""
     metadata = torch_side.prepare_metadata(problem.cu_seqlens, device=q.device)
-    with only_variant(backend, variant):
-        torch_side.mla_prefill(q, k, v, metadata=metadata, backend=backend, return_lse=lse)
 
     def call() -> Any:
         return torch_side.mla_prefill(q, k, v, metadata=metadata, backend=backend, return_lse=lse)
@@ -99,39 +93,12 @@ def _frontend(problem: Problem, q: Any, k: Any, v: Any, backend: str, variant: s
         made = call()
         return made if lse else (made, None)
 
-    return Contender(f"mla_interop{' + lse' if lse else ''}", "torch", f"{backend} {variant}", result, looped(call, q.device))
+    return Contender(f"mla_interop{' + lse' if lse else ''}", "torch", backend, result, looped(call, q.device))
 
 
-class only_variant:
-    """While a call is prepared, its backend has one kernel: the choice is then kept by the metadata."""
-
-    def __init__(self, backend: str, variant: str) -> None:
-        self.cls, self.variant = backend_class(backend), variant
-
-    def __enter__(self) -> None:
-        from mla_interop.prefill import _resolve
-        from mla_interop.selector import clear_cache
-
-        self.kernels = kernels = self.cls.kernels
-        clear_cache()
-        _resolve.cache_clear()
-        keep = self.variant
-        self.cls.kernels = classmethod(lambda cls, config: ([x for x in kernels(config)[0] if x.name.split(".")[1] == keep], kernels(config)[1]))  # pyright: ignore[reportAttributeAccessIssue]
-
-    def __exit__(self, *_: Any) -> None:
-        from mla_interop.prefill import _resolve
-        from mla_interop.selector import clear_cache
-
-        del self.cls.kernels
-        self.cls.kernels = self.kernels  # pyright: ignore[reportAttributeAccessIssue]
-        clear_cache()
-        _resolve.cache_clear()
-
-
-def _raw(problem: Problem, q: Any, k: Any, v: Any, dtype: str, backend: str, variant: str) -> Iterator[Contender]:
+def _raw(problem: Problem, q: Any, k: Any, v: Any, dtype: str, backend: str) -> Iterator[Contender]:
     """The kernel object alone, into buffers that exist: what a call cannot be faster than; and its CUDA graph, without any launch cost."""
-    with only_variant(backend, variant):
-        ready = select(config_for(problem, q.device.type, dtype, False), backend)
+    ready = select(config_for(problem, q.device.type, dtype, False), backend)
     metadata = ready.with_plan(torch_side.prepare_metadata(problem.cu_seqlens))
     cu = torch.tensor(problem.cu_seqlens, device=q.device)
     plan = None if metadata.plan is None else torch.tensor(metadata.plan, device=q.device)
@@ -146,7 +113,7 @@ def _raw(problem: Problem, q: Any, k: Any, v: Any, dtype: str, backend: str, var
         call()
         return out, None
 
-    yield Contender("kernel object", "torch", f"{backend} {variant}", result, looped(call, q.device))
+    yield Contender("kernel object", "torch", backend, result, looped(call, q.device))
     if q.device.type == "cuda" and ready.kernel.cuda_graph:
         call()
         torch.cuda.synchronize()
@@ -154,7 +121,7 @@ def _raw(problem: Problem, q: Any, k: Any, v: Any, dtype: str, backend: str, var
         with torch.cuda.graph(graph):
             for _ in range(10):
                 call()
-        yield Contender("kernel in a CUDA graph", "torch", f"{backend} {variant}", lambda: (graph.replay(), (out, None))[1], looped(graph.replay, q.device), 10)
+        yield Contender("kernel in a CUDA graph", "torch", backend, lambda: (graph.replay(), (out, None))[1], looped(graph.replay, q.device), 10)
 
 
 def _sdpa(problem: Problem, q: Any, k: Any, v: Any) -> Contender:

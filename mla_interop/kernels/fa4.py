@@ -44,7 +44,7 @@ _DROPPED_ENVIRONMENT = re.compile(r"CUTE_DSL_|FLASH_ATTENTION_|FA_|QUACK_")
 
 def arch_for(capability: tuple[int, int]) -> str | None:
     """The architecture to build for, or None where there is no kernel for a device of that compute capability."""
-    return "sm_80" if capability[0] == 8 else _ARCHS.get(tuple(capability))
+    return "sm_80" if capability[0] == 8 else _ARCHS.get((capability[0], capability[1]))
 
 
 def unsupported_reasons(capability: tuple[int, int], dtype: str, head_dim_qk: int, head_dim_v: int) -> list[str]:
