@@ -167,7 +167,7 @@ def _eager(module: ModuleType, layer: nn.Module, query: Tensor, key: Tensor, val
     """The library's eager attention of each sequence on itself; ``[1, N, T, *]`` in, ``[1, T, N, V]`` out."""
     outs = []
     for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist()):
-        mask = torch.full((end - start, end - start), -torch.inf, dtype=query.dtype, device=query.device).triu(1)
+        mask = torch.full((1, 1, end - start, end - start), -torch.inf, dtype=query.dtype, device=query.device).triu(1)
         q, k, v = (part[:, :, start:end] for part in (query, key, value))
         outs.append(module.eager_attention_forward(layer, q, k, v, mask, scaling=scale)[0])
     return torch.cat(outs, dim=1)
