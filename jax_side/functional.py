@@ -13,7 +13,7 @@ from jax_side.ffi import CallSpec
 from mla_interop import sequences
 from mla_interop.errors import MLAUnsupportedError, input_error
 from mla_interop.exchange import TensorSpec, is_tracer
-from mla_interop.prefill import Bound, Options, Resolved, bind, dense_call, metadata_for, resolve
+from mla_interop.prefill import Bound, Options, Resolved, bind, dense_call, make_options, metadata_for, resolve
 from mla_interop.sequences import PrefillMetadata
 
 _ROUTES = ("ffi", "callback")
@@ -76,7 +76,7 @@ def mla_prefill(
     if route not in _ROUTES:
         raise input_error("route", repr(route), "'ffi' or 'callback'")
     q, k, v = (_array(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    options = Options(scale, is_causal, return_lse, tuple(backend) if isinstance(backend, list) else backend, fallback, padding)
+    options = make_options(scale, is_causal, return_lse, backend, fallback, padding)
     if q.ndim == 4:
         lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, metadata)
         return dense_call(q, k, v, lengths, lambda q, k, v, metadata: _call(q, k, v, _specs(q, k, v), options, metadata, route))

@@ -9,7 +9,7 @@ import numpy as np
 from mla_interop.errors import MLAInputError, input_error
 from mla_interop.exchange import TensorSpec, framework_of, is_tracer
 from mla_interop.host_tensor import as_tensor
-from mla_interop.prefill import Options, bind, dense_call, metadata_for, resolve
+from mla_interop.prefill import Options, bind, dense_call, make_options, metadata_for, resolve
 from mla_interop.sequences import PrefillMetadata
 
 _FRONTENDS = {"torch": "torch_side", "jax": "jax_side"}
@@ -94,7 +94,7 @@ def _numpy(
     check: bool = False,
     out: np.ndarray | None = None,
 ) -> Any:
-    options = Options(scale, is_causal, return_lse, tuple(backend) if isinstance(backend, list) else backend, fallback, padding)
+    options = make_options(scale, is_causal, return_lse, backend, fallback, padding)
     if out is not None:
         _check_out(out, (*q.shape[:-1], v.shape[-1]), q.dtype)
     if q.ndim == 4:

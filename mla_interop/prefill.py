@@ -5,6 +5,7 @@ its arrays as :class:`TensorSpec`, calls both, allocates, and launches.
 """
 
 import functools
+import math
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mla_interop.backends.base import Kernel, MLAPrefillBackend
+from mla_interop.backends.registry import parse_names
 from mla_interop.capability import device_capability, device_properties
 from mla_interop.config import environment_key
 from mla_interop.dimensions import MLADimensions
@@ -33,6 +35,24 @@ class Options(NamedTuple):
     backend: Any = None
     fallback: bool = False
     padding: str = "finite"
+
+
+def make_options(scale: Any, is_causal: Any, return_lse: Any, backend: Any, fallback: Any, padding: Any) -> Options:
+    """The options of a call, in types that can be looked up: a cache takes 1 for True, and cannot take a tracer or a set.
+
+    Raises:
+        MLAInputError: A flag is not a bool, the scale is not a number, or the backend is not a name.
+    """
+    for name, value in (("is_causal", is_causal), ("return_lse", return_lse), ("fallback", fallback)):
+        if value is not True and value is not False:
+            raise input_error(name, repr(value), "True or False")
+    if scale is not None and type(scale) is not float:
+        if not isinstance(scale, numbers.Real) or isinstance(scale, bool):
+            raise input_error("scale", repr(scale), "a finite number, or None for D ** -0.5")
+        scale = float(scale)
+    if backend is not None and not isinstance(backend, str):
+        backend = parse_names("backend", backend)
+    return Options(scale, is_causal, return_lse, backend, fallback, padding)
 
 
 @dataclass(frozen=True)
@@ -228,14 +248,11 @@ def _check_tensors(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> None:
 def _check_options(options: Options, qk_head_dim: int) -> float:
     if options.padding not in ("finite", "any"):
         raise input_error("padding", repr(options.padding), "'finite' or 'any'")
-    for name, value in (("is_causal", options.is_causal), ("return_lse", options.return_lse), ("fallback", options.fallback)):
-        if not isinstance(value, bool):
-            raise input_error(name, repr(value), "True or False")
     if options.scale is None:
         return qk_head_dim**-0.5
-    if not isinstance(options.scale, numbers.Real) or isinstance(options.scale, bool) or not np.isfinite(options.scale):
+    if not math.isfinite(options.scale):
         raise input_error("scale", repr(options.scale), "a finite number, or None for D ** -0.5")
-    return float(options.scale)
+    return options.scale
 
 
 def _check_tokens(tensor: str, lengths: str, rows: int, stated: int | None, padded: bool, total: int | None) -> None:

@@ -96,8 +96,11 @@ def get_mla_prefill_backend(config: MLAPrefillSelectorConfig, backend: Any = Non
 
 
 def clear_cache() -> None:
-    """Forget every choice made so far in this process."""
-    _select.cache_clear()
+    """Forget every choice made so far in this process, but for those that metadata in the caller's hands keeps."""
+    from mla_interop import prefill, sequences  # these two import this module
+
+    for cached in (_select, prefill._resolve, sequences._dense_metadata):
+        cached.cache_clear()
 
 
 def explain(config: MLAPrefillSelectorConfig, backend: Any = None, fallback: bool = False) -> SelectionTable:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import array_api_compat
 import numpy as np
 
+from mla_interop.config import environment_key
 from mla_interop.errors import MLAInputError, input_error
 from mla_interop.exchange import host_values, is_tracer, read_back
 
@@ -178,9 +179,14 @@ def prepare_metadata(
     return select(config, backend).prepare_metadata(metadata, is_causal=is_causal)
 
 
-@functools.lru_cache(maxsize=256)
 def dense_metadata(batch: int, tokens_q: int, tokens_k: int) -> PrefillMetadata:
-    """Metadata of ``batch`` sequences of equal length, as a dense ``[B, T, N, D]`` input has them."""
+    """Metadata of ``batch`` sequences of equal length, as a dense ``[B, T, N, D]`` input has them; kept, with all that calls make of it."""
+    return _dense_metadata(batch, tokens_q, tokens_k, environment_key())
+
+
+@functools.lru_cache(maxsize=256)
+def _dense_metadata(batch: int, tokens_q: int, tokens_k: int, environment: tuple[str | None, ...]) -> PrefillMetadata:
+    del environment  # only a part of the key: the caller never sees this metadata, and could not prepare it anew (flash-linear-attention#881)
     if batch * max(tokens_q, tokens_k) > INT32_MAX:
         raise input_error("q, k", f"{batch} x {max(tokens_q, tokens_k)} tokens", f"at most {INT32_MAX} tokens in all (int32 offsets)")
     steps = np.arange(batch + 1, dtype=np.int32)

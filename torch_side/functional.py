@@ -9,7 +9,7 @@ import torch
 from mla_interop import sequences
 from mla_interop.errors import MLAInputError, input_error
 from mla_interop.exchange import TensorSpec
-from mla_interop.prefill import Options, bind, dense_call, metadata_for, resolve
+from mla_interop.prefill import Options, bind, dense_call, make_options, metadata_for, resolve
 from mla_interop.sequences import PrefillMetadata
 
 _DTYPE_NAMES = {
@@ -70,7 +70,7 @@ def mla_prefill(
         MLAUnsupportedError: No backend, or not the one asked for, can serve it; with every reason.
     """
     _check_tensors(q, k, v)
-    options = Options(scale, is_causal, return_lse, tuple(backend) if isinstance(backend, list) else backend, fallback, padding)
+    options = make_options(scale, is_causal, return_lse, backend, fallback, padding)
     if q.dim() == 4:
         if out is not None:
             _check_out(out, (*q.shape[:3], v.shape[-1]), q)
@@ -117,7 +117,7 @@ class _Launch(NamedTuple):
 
 
 def _call(q: Any, k: Any, v: Any, options: Options, metadata: PrefillMetadata, out: Any) -> Any:
-    # A choice is kept by the metadata: preparing new metadata, or clear_cache, is how a change of the environment takes effect.
+    # A choice is kept by the metadata: preparing new metadata is how a change of the environment takes effect.
     layouts = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15)
     key = (layouts, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options)
     prepared = metadata.remember(key, lambda: _prepare(q, k, v, options, metadata))

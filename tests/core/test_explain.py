@@ -18,7 +18,8 @@ def problem(**changed: Any) -> mla_interop.MLAPrefillSelectorConfig:
 
 
 def table(reasons: tuple[str, ...] = ("<b>no</b> & never",)) -> SelectionTable:
-    rows = (Row("FLASH_ATTN", False, reasons, "", "", (), ()), Row("REFERENCE", True, (), "REFERENCE.xp.cpu", "array", (), ("numpy 2",)))
+    kernel = Kernel(name="REFERENCE.xp.cpu.any", kind="array", make=lambda: lambda: None, versions=("numpy 2",))
+    rows = (Row.of("FLASH_ATTN", reasons, None), Row.of("REFERENCE", (), kernel))
     return SelectionTable(problem(), rows, "REFERENCE", (), ("REFERENCE",))
 
 
