@@ -1,6 +1,5 @@
 """The ways into the package, as functions of a problem, so that one test runs through all of them; and how results are judged."""
 
-import functools
 import hashlib
 import math
 from collections.abc import Callable
@@ -10,7 +9,6 @@ import numpy as np
 from cases import Case, Problem
 
 import mla_interop
-from mla_interop.backends.registry import backend_class
 from mla_interop.dimensions import MLADimensions
 from mla_interop.selector import MLAPrefillSelectorConfig
 
@@ -149,7 +147,7 @@ def declared_reasons(backend: str, case: Case, device: str, traced: bool = False
     """Why a backend says it cannot serve a case."""
     scale = case.dims[0] ** -0.5 if case.scale is None else case.scale
     config = configuration(case.problem(), device, traced, is_causal=case.is_causal, scale=scale, needs_lse=needs_lse)
-    return backend_class(backend).validate_configuration(config)
+    return next(list(row.reasons) for row in mla_interop.explain(config, backend).rows if row.backend == backend)
 
 
 def errors(problem: Problem, out: Any, lse: Any) -> tuple[float, float]:
@@ -175,14 +173,3 @@ def assert_right(case: Case, out: Any, lse: Any) -> tuple[float, float]:
     assert out_error <= TOLERANCE[case.dtype], f"out: relative error {out_error:.2e}"
     assert lse_error <= LSE_TOLERANCE + 8 * np.spacing(np.float32(largest)), f"lse: absolute error {lse_error:.2e}"
     return out_error, lse_error
-
-
-@functools.cache
-def jax_platform(device: str) -> bool:
-    """Whether JAX has devices of a kind."""
-    import jax
-
-    try:
-        return bool(jax.devices(device))
-    except RuntimeError:
-        return False
