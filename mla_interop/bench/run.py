@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mla_interop.bench.overheads import host_costs
 from mla_interop.bench.problems import CPU_PROBLEMS, GPU_PROBLEMS, Problem, errors, expected, inputs
 from mla_interop.bench.timing import per_call
 from mla_interop.capability import device_properties
@@ -53,7 +54,7 @@ def measure(
         report: Called with each row as it is ready.
 
     Returns:
-        ``{"environment": ..., "rows": [...]}``; times in microseconds a call, errors against float64.
+        ``{"environment": ..., "host": [...], "rows": [...]}``; times in microseconds a call, errors against float64.
     """
     if problems is None:
         problems = GPU_PROBLEMS if device == "cuda" else CPU_PROBLEMS
@@ -63,7 +64,7 @@ def measure(
             for row in _rows(problem, device, dtype, only):
                 rows.append(row)
                 report(row)
-    return {"environment": environment(device), "rows": rows}
+    return {"environment": environment(device), "rows": rows, "host": host_costs()}
 
 
 def _rows(problem: Problem, device: str, dtype: str, only: str) -> Iterator[dict[str, Any]]:

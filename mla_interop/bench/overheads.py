@@ -1,0 +1,93 @@
+"""What surrounds the kernels: preparing metadata, planning, importing; and whether a million calls leave the process any larger."""
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mla_interop import prepare_metadata
+from mla_interop.bench.problems import equal, ragged
+from mla_interop.bench.timing import per_call
+
+H200_SMS = 132
+
+
+def host_costs() -> list[dict[str, Any]]:
+    """Microseconds of the work on the host, with nothing but NumPy and our planner."""
+    from mla_interop.kernels import flashinfer_module
+
+    lengths = np.arange(65, dtype=np.int32) * 100
+    rows = [{"name": "prepare_metadata, 64 sequences", **_timed(lambda: prepare_metadata(lengths))}]
+    for problem in (equal(128, 1024, 8), ragged(128, 32, 4096)):
+        cu = problem.cu_seqlens
+
+        def plan(cu: np.ndarray = cu) -> None:
+            flashinfer_module.plan(3, cu, cu, int(cu[-1]), 128, True, H200_SMS)
+
+        rows.append({"name": f"FA3 work list, {problem.name}", **_timed(plan)})
+    rows.append({"name": "import mla_interop, over bare Python", **_import_cost()})
+    return rows
+
+
+def _timed(call: Callable[[], Any]) -> dict[str, float]:
+    def run(n: int) -> None:
+        for _ in range(n):
+            call()
+
+    return per_call(run)
+
+
+def _import_cost(repeats: int = 15) -> dict[str, float]:
+    """Differences of the wall times of two fresh interpreters, one after the other, in microseconds."""
+
+    def wall(code: str) -> float:
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], check=True)
+        return time.perf_counter() - begin
+
+    wall("import mla_interop")
+    times = [(wall("import mla_interop") - wall("pass")) * 1e6 for _ in range(repeats)]
+    return {"us": statistics.median(times), "us_min": min(times), "us_max": max(times)}
+
+
+def soak(device: str, calls: int = 1_000_000) -> dict[str, Any]:
+    """Resident memory before and after ``calls`` calls inside ``jax.jit``, a hundred to a program.
+
+    Returns:
+        ``{"name": ..., "calls": ..., "grown_bytes": ...}``; grown_bytes is the growth over the second half, when all is warm.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    import jax_side
+
+    dtype = jnp.bfloat16 if device == "cuda" else jnp.float32
+    q, k, v = (jnp.ones((8, 2, width), dtype) for width in (192, 192, 128))
+    metadata = jax_side.prepare_metadata([0, 3, 8])
+
+    @jax.jit
+    def hundred(q: Any, k: Any, v: Any, metadata: Any) -> Any:
+        for _ in range(100):
+            q = q.at[0, 0, 0].set(jax_side.mla_prefill(q, k, v, metadata=metadata)[0, 0, 0])
+        return q
+
+    def run(times: int) -> int:
+        made = None
+        for _ in range(times):
+            made = hundred(q, k, v, metadata)
+        jax.block_until_ready(made)
+        return _resident()
+
+    run(calls // 200)
+    half = run(1)
+    return {"name": f"{calls} calls inside jax.jit", "calls": calls, "grown_bytes": run(calls // 200) - half}
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
