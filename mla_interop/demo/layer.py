@@ -64,7 +64,7 @@ def default_files() -> list[Path]:
     """The project's README and docs in a checkout; in an installed package, which has neither, its own source files."""
     package = Path(__file__).parents[1]
     root = package.parent
-    docs = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    docs = [root / "README.md", root / "CHANGELOG.md", *sorted((root / "docs").glob("*.md"))]
     return docs if (root / "pyproject.toml").exists() and docs[0].exists() else sorted(package.glob("*.py"))[:4]
 
 

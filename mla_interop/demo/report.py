@@ -110,7 +110,7 @@ def draw(paths: Sequence[PathResult], out64: np.ndarray, texts: Sequence[Text], 
     axes = figure.subplots(len(images), 1, sharex=True, squeeze=False)
     for axis, (label, image) in zip(axes[:, 0], images):
         axis.imshow(np.maximum(image, low), aspect="auto", norm=norm, cmap="magma", interpolation="nearest")
-        note = f"at most {image.max():.1e}" if image.any() else "none: the same, bit for bit"
+        note = f"at most {image.max():.1e}" if image.any() else "the same, bit for bit"
         axis.set_title(f"{label}: {note}", fontsize=10, loc="left")
         axis.set_ylabel("head")
         for edge in np.cumsum([len(text.ids) for text in texts])[:-1]:

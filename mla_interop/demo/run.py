@@ -19,7 +19,7 @@ def run_demo(
     model: str = "deepseek-v2-lite",
     config: Path | None = None,
     output: Path = Path("demo-output"),
-    max_tokens: int = 512,
+    max_tokens: int = 1024,
     dtype: str | None = None,
     device: str | None = None,
     seed: int = 0,
