@@ -1,7 +1,10 @@
 """MLA prefill attention for PyTorch, JAX and plain arrays: one core, the fastest kernel that can serve, LSE that can be trusted."""
 
+from mla_interop.backends.base import Kernel as Kernel
 from mla_interop.backends.base import MLAPrefillBackend as MLAPrefillBackend
 from mla_interop.backends.registry import MLAPrefillBackendEnum as MLAPrefillBackendEnum
+from mla_interop.backends.registry import register_mla_prefill_backend as register_mla_prefill_backend
+from mla_interop.backends.registry import unregister_mla_prefill_backend as unregister_mla_prefill_backend
 from mla_interop.capability import DeviceCapability as DeviceCapability
 from mla_interop.config import MLAPrefillConfig as MLAPrefillConfig
 from mla_interop.dimensions import MODELS as MODELS

@@ -16,6 +16,7 @@ from mla_interop.config import MLAPrefillConfig, environment_key
 from mla_interop.dimensions import MLADimensions
 from mla_interop.errors import MLAUnavailableError, MLAUnsupportedError, input_error
 from mla_interop.explain import Row, SelectionTable
+from mla_interop.installed import PROBE_SECONDS, within
 
 DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
 
@@ -159,15 +160,23 @@ def _warn(table: SelectionTable, name: str, kernel: str, tried: dict[str, str]) 
 
 
 def _row(name: str, config: MLAPrefillSelectorConfig, allow_reference: bool) -> Row:
+    try:
+        reasons, kernels = within(PROBE_SECONDS, f"the probe of {name}", functools.partial(_probe, name, config))
+    except Exception as error:  # whatever a backend's probe raises is a reason, and stops no other backend (oumi#2586)
+        reasons, kernels = [str(error) if isinstance(error, MLAUnavailableError) else f"its probe failed: {type(error).__name__}: {error}"], []
+    if name == "REFERENCE" and not allow_reference:
+        reasons, kernels = [*reasons, "not allowed (allow_reference=False)"], []
+    return Row.of(name, tuple(reasons), kernels[0] if kernels else None)
+
+
+def _probe(name: str, config: MLAPrefillSelectorConfig) -> tuple[list[str], list[Kernel]]:
     cls = backend_class(name)
     reasons = cls.validate_configuration(config)
-    if name == "REFERENCE" and not allow_reference:
-        reasons = [*reasons, "not allowed (allow_reference=False)"]
     kernels = [] if reasons else kernels_of(name, config)
     if not reasons and not kernels:
         made, refused = cls.kernels(config)
         reasons = [*refused, f"no kernel {name.partition('.')[2]} (can be used: {', '.join(kernel.variant for kernel in made)})"]
-    return Row.of(name, tuple(reasons), kernels[0] if kernels else None)
+    return reasons, kernels
 
 
 def kernels_of(name: str, config: MLAPrefillSelectorConfig) -> list[Kernel]:

@@ -11,6 +11,7 @@ import numpy as np
 from mla_interop.capability import DeviceCapability
 from mla_interop.dimensions import MLADimensions
 from mla_interop.errors import MLAInputError, MLAUnsupportedError
+from mla_interop.installed import missing
 from mla_interop.sequences import HostLengths, PrefillMetadata
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Kernel:
         scratch_floats: float32 elements of scratch for (T, N, lse wanted).
         plan: Makes the work list from host lengths, (lengths, T, N) -> uint8 array; None if the kernel needs none.
         cuda_graph: Whether a launch can be captured: no host reads, no allocation.
+        out_dtype: Dtype of out, where it is not that of q: kernels for 8-bit inputs write 16 bits.
         copies: What the kernel copies or pads by itself in a call, in words.
         versions: What it was built from, for ``explain``.
     """
@@ -46,6 +48,7 @@ class Kernel:
     scratch_floats: Callable[[int, int, bool], int] = field(default=lambda tokens, heads, lse: 0)
     plan: Callable[[HostLengths, int, int], np.ndarray] | None = None
     cuda_graph: bool = False
+    out_dtype: str | None = None
     copies: tuple[str, ...] = ()
     versions: tuple[str, ...] = ()
 
@@ -147,7 +150,7 @@ class MLAPrefillBackend(ABC):
         if not cls.supports_mla_dimensions(config.dimensions):
             allowed = ", ".join(f"{d}/{v}" for d, v in cls.supported_head_dims)
             reasons.append(f"head dims {config.dimensions.qk_head_dim}/{config.dimensions.v_head_dim} (allowed: {allowed})")
-        reasons += cls.unavailable_reasons()
+        reasons += missing(cls.unavailable_reasons)
         if reasons:
             return reasons
         kernels, refused = cls.kernels(config)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_interop.errors import MLABuildError, MLAUnavailableError
+from mla_interop.installed import missing
 from mla_interop.kernels.build import compile_cpp, package_version
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -35,7 +36,7 @@ def unsupported_reasons(dtype: str, head_dim_qk: int, head_dim_v: int) -> list[s
         reasons.append(f"dtype: got {dtype}; allowed: {', '.join(DTYPES)}")
     if not 0 < head_dim_v <= head_dim_qk:
         reasons.append(f"head dims (qk, v): got {(head_dim_qk, head_dim_v)}; allowed: 0 < v <= qk")
-    return reasons + _torch_reasons() + _compiler_reasons()
+    return reasons + missing(lambda: _torch_reasons() + _compiler_reasons())
 
 
 def _torch_root() -> Path | None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_interop.errors import MLABuildError
+from mla_interop.installed import missing
 from mla_interop.kernels.build import cached, package_version, run_tool
 
 # fa4_kernels uses internals of these packages: other versions are refused until someone has proven them.
@@ -60,6 +61,11 @@ def unsupported_reasons(capability: tuple[int, int], dtype: str, head_dim_qk: in
             reasons.append(f"head dims (qk, v): got {(head_dim_qk, head_dim_v)}; allowed for {arch}: {', '.join(map(str, dims))}")
     if dtype not in DTYPES:
         reasons.append(f"dtype: got {dtype}; allowed: {', '.join(DTYPES)}")
+    return reasons + missing(_installation_reasons)
+
+
+def _installation_reasons() -> list[str]:
+    reasons = []
     for distribution, proven in PROVEN_VERSIONS.items():
         installed = package_version(distribution)
         if installed not in proven:

@@ -6,14 +6,17 @@ fewest arguments that say what is meant (TransformerEngine#3528), and lets ``tor
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from mla_interop.capability import DeviceCapability
 from mla_interop.dimensions import MLADimensions
 from mla_interop.errors import MLAUnavailableError
+from mla_interop.installed import IMPORT_SECONDS, missing, within
 from mla_interop.kernels import torch_call
 from mla_interop.kernels.build import package_version
 
@@ -49,9 +52,7 @@ class Package:
 
     def reasons(self, capability: DeviceCapability | None, dtype: str, dimensions: MLADimensions) -> list[str]:
         """Why it cannot serve a problem here; imports nothing."""
-        found = []
-        if not _findable(self.module):
-            found.append(f"{self.distribution} not installed (no module {self.module})")
+        found = missing(lambda: [] if _findable(self.module) else [f"{self.distribution} not installed (no module {self.module})"])
         if capability is None or capability.major not in self.majors:
             found.append(f"compute capability {capability} (allowed: {', '.join(f'{major}.x' for major in self.majors)})")
         if dtype not in ("bfloat16", "float16"):
@@ -70,17 +71,25 @@ class Package:
     def load(self, is_causal: bool) -> Callable[..., None]:
         """The launch function. Any exception on import, of whatever type, becomes a reason (oumi#2586)."""
         try:
-            attention = self.open()
+            attention = within(IMPORT_SECONDS, f"importing {self.module}", self.open)
         except Exception as error:
             raise MLAUnavailableError(f"{self.distribution} is installed but cannot be used: {type(error).__name__}: {error}") from error
         return torch_call.adapt(attention, is_causal=is_causal, pad_v=self.pads_v)
 
 
 def _findable(module: str) -> bool:
+    """Whether a module could be imported. Unlike ``importlib.util.find_spec`` it does not import the packages around it, which may raise anything."""
+    if module in sys.modules:
+        return sys.modules[module] is not None
+    package, _, rest = module.partition(".")
     try:
-        return importlib.util.find_spec(module) is not None
+        spec = importlib.util.find_spec(package)
+        for part in rest.split(".") if rest else ():
+            package = f"{package}.{part}"
+            spec = PathFinder.find_spec(package, spec.submodule_search_locations) if spec and spec.submodule_search_locations else None
     except (ImportError, ValueError, AttributeError):
         return False
+    return spec is not None
 
 
 def _open_fa4() -> Callable[..., tuple[Any, Any]]:

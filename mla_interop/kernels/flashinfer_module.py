@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from mla_interop.errors import MLABuildError
+from mla_interop.installed import missing
 from mla_interop.kernels.build import cached, cached_path, compile_cpp, compile_cuda, find_nvcc, package_version, run_tool
 
 # Whose raw argument order and work list were read and found to fit, first and last; only the first was built.
@@ -54,7 +55,7 @@ def unsupported_reasons(capability: tuple[int, int], dtype: str, head_dim_qk: in
     # Others compile, and then fault or compute nonsense (flashinfer-ai/flashinfer#4299).
     if generation == 2 and (head_dim_qk not in (64, 128, 192, 256) or head_dim_v not in (64, 128, 192)):
         reasons.append(f"head dims of q/k and v: got {(head_dim_qk, head_dim_v)}; allowed: multiples of 64, up to 256 and 192")
-    return reasons + _installation_reasons(capability, dtype, head_dim_qk, head_dim_v, generation)
+    return reasons + missing(lambda: _installation_reasons(capability, dtype, head_dim_qk, head_dim_v, generation))
 
 
 def _installation_reasons(capability: tuple[int, int], dtype: str, head_dim_qk: int, head_dim_v: int, generation: int) -> list[str]:

@@ -34,10 +34,6 @@ def test_every_module_of_the_core_can_be_imported_without_them() -> None:
     assert not modules_after(walk) & (FRAMEWORKS | KERNEL_PACKAGES)
 
 
-PROBE_IMPORTS = "kernels/flash_attn_packages._findable: find_spec of flash_attn.cute imports flash_attn, and passes on what that raises"
-
-
-@pytest.mark.xfail(strict=True, reason=PROBE_IMPORTS)
 def test_explaining_a_choice_imports_neither() -> None:
     statement = (
         "import mla_interop as m; d = m.MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128); "
@@ -66,14 +62,7 @@ def test_jax_side_does_not_import_torch() -> None:
     assert "jax" in loaded and not loaded & {"torch", "flashinfer", "flash_attn", "cutlass", "triton"}
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        "ImportError",
-        "AttributeError",
-        *(pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=PROBE_IMPORTS)) for name in ("OSError", "TypeError", "RuntimeError")),
-    ],
-)
+@pytest.mark.parametrize("error", ["ImportError", "AttributeError", "OSError", "TypeError", "RuntimeError"])
 def test_broken_packages_on_the_path_break_neither_the_import_nor_the_table(tmp_path: Path, error: str) -> None:
     """oumi#2586, open-r1#684: packages that raise on import, with every type of exception; flash_attn there, flash_attn.cute unusable."""
     for name in ("flash_attn", "flashinfer", "flash_attn_interface", "triton", "vllm", "_vllm_fa3_C", "flash_attn_2_cuda"):
@@ -82,7 +71,8 @@ def test_broken_packages_on_the_path_break_neither_the_import_nor_the_table(tmp_
     statement = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import mla_interop as m; "
         "d = m.MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128); "
-        "t = m.explain(m.MLAPrefillSelectorConfig(dimensions=d, num_heads=16, capability=(9, 0))); assert len(t.rows) == 4"
+        "t = m.explain(m.MLAPrefillSelectorConfig(dimensions=d, num_heads=16, capability=(9, 0))); "
+        "assert {row.backend for row in t.rows} == set(m.backends.registry.names())"
     )
     assert "mla_interop" in modules_after(statement)
 
