@@ -7,6 +7,9 @@ from mla_interop.backends.registry import register_mla_prefill_backend as regist
 from mla_interop.backends.registry import unregister_mla_prefill_backend as unregister_mla_prefill_backend
 from mla_interop.capability import DeviceCapability as DeviceCapability
 from mla_interop.config import MLAPrefillConfig as MLAPrefillConfig
+from mla_interop.config import current_config as current_config
+from mla_interop.config import set_config as set_config
+from mla_interop.config import use_config as use_config
 from mla_interop.dimensions import MODELS as MODELS
 from mla_interop.dimensions import MLADimensions as MLADimensions
 from mla_interop.dimensions import is_deepseek_r1_mla_compatible as is_deepseek_r1_mla_compatible

@@ -1,17 +1,30 @@
-"""What a user may set, and where it may be set: a keyword beats an :class:`MLAPrefillConfig`, which beats the environment."""
+"""What a user may set, and where it may be set.
 
+One precedence, setting by setting: a keyword of the call beats the configuration of the innermost :func:`use_config`, which beats the ones
+around it, which beat :func:`set_config`'s, which beats the environment, which beats the defaults.
+"""
+
+import contextlib
+import contextvars
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
-from mla_interop.errors import input_error
+from mla_interop.errors import MLAInputError, input_error
 
 ENVIRONMENT = {
     "backend": "MLA_INTEROP_BACKEND",
     "flash_attn_version": "MLA_INTEROP_FLASH_ATTN_VERSION",
     "order": "MLA_INTEROP_ORDER",
     "allow_reference": "MLA_INTEROP_ALLOW_REFERENCE",
+    "policy": "MLA_INTEROP_POLICY",
+    "self_check": "MLA_INTEROP_SELF_CHECK",
 }
+
+# Flags that vLLM's AttentionConfig had before mla_prefill_backend, and what each of them means now.
+OLD_FLAGS = {"use_cudnn_prefill": "CUDNN", "use_trtllm_ragged_deepseek_prefill": "TRTLLM_RAGGED", "disable_flashinfer_prefill": "FLASH_ATTN"}
 
 
 @dataclass(frozen=True)
@@ -23,16 +36,29 @@ class MLAPrefillConfig:
         flash_attn_version: 2, 3 or 4: the only generation that FLASH_ATTN may use.
         order: Names in order of preference, instead of the architecture's own order.
         allow_reference: Whether REFERENCE, plain array code, may serve when nothing faster can (default: yes).
+        policy: ``"order"``: the first valid backend in the order. ``"measured"``: the fastest by a table of measured times, where one covers the
+            problem. Default: measured, unless an order was set.
+        self_check: Whether a kernel must pass :func:`mla_interop.self_check` on this machine before it is used (default: no).
     """
 
-    backend: str | tuple[str, ...] | None = None
+    backend: Any = None
     flash_attn_version: int | None = None
     order: tuple[str, ...] | None = None
     allow_reference: bool | None = None
+    policy: str | None = None
+    self_check: bool | None = None
 
     def __post_init__(self) -> None:
+        for name in ("backend", "order"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.flash_attn_version not in (None, 2, 3, 4):
             raise input_error("flash_attn_version", repr(self.flash_attn_version), "2, 3, 4 or None")
+        if self.policy not in (None, "order", "measured"):
+            raise input_error("policy", repr(self.policy), "'order', 'measured' or None")
+        for name in ("allow_reference", "self_check"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise input_error(name, repr(getattr(self, name)), "True, False or None")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object]) -> "MLAPrefillConfig":
@@ -58,6 +84,42 @@ class MLAPrefillConfig:
             values[name] = _parse(name, text.strip())
         return cls.from_mapping(values)
 
+    @classmethod
+    def from_vllm(cls, attention_config: object) -> "MLAPrefillConfig":
+        """From vLLM's ``AttentionConfig``, or a mapping or any object with its fields; what is not about prefill is left alone.
+
+        Read are ``mla_prefill_backend`` (a name or an enum member), ``flash_attn_version``, and the flags that came before: ``use_cudnn_prefill``
+        means CUDNN, ``use_trtllm_ragged_deepseek_prefill`` means TRTLLM_RAGGED, and ``disable_flashinfer_prefill`` means FLASH_ATTN unless
+        something else was asked for. Each flag that is set gives a DeprecationWarning. There they were ignored beside
+        ``mla_prefill_backend`` (vllm#32623); here what contradicts is an error.
+
+        Raises:
+            MLAInputError: A flag is no bool, two settings ask for different backends, or FLASHINFER is both asked for and disabled.
+        """
+        read = attention_config.get if isinstance(attention_config, Mapping) else lambda name: getattr(attention_config, name, None)
+        chosen = read("mla_prefill_backend")
+        chosen = getattr(chosen, "name", chosen)
+        backend = chosen.upper() if isinstance(chosen, str) else chosen
+        asked = {} if backend is None else {"mla_prefill_backend": backend}
+        for flag, meaning in OLD_FLAGS.items():
+            value = read(flag)
+            if not isinstance(value, bool | None):
+                raise input_error(flag, repr(value), "True, False or None")
+            if not value:
+                continue
+            warnings.warn(f"{flag} is deprecated: use mla_prefill_backend, or MLAPrefillConfig(backend={meaning!r})", DeprecationWarning, stacklevel=2)
+            if flag != "disable_flashinfer_prefill":
+                asked[flag] = meaning
+            elif not asked:
+                asked[flag] = meaning
+            elif "FLASHINFER" in asked.values():
+                raise MLAInputError("disable_flashinfer_prefill: got True with mla_prefill_backend FLASHINFER; allowed: one of the two.")
+        if len(set(asked.values())) > 1:
+            said = ", ".join(f"{name} ({meaning})" for name, meaning in asked.items())
+            raise input_error("mla_prefill_backend", f"different backends from {said}", "one backend")
+        version: Any = read("flash_attn_version")
+        return cls(backend=next(iter(asked.values()), None), flash_attn_version=version)
+
     def over(self, other: "MLAPrefillConfig") -> "MLAPrefillConfig":
         """This config, with what it leaves open taken from ``other``."""
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -68,6 +130,8 @@ def _parse(name: str, text: str) -> object:
     if name in ("backend", "order"):
         names = tuple(part.strip() for part in text.split(","))
         return names[0] if name == "backend" and len(names) == 1 else names
+    if name == "policy":
+        return text.lower()
     if name == "flash_attn_version":
         if not text.isdigit():
             raise input_error(ENVIRONMENT[name], repr(text), "2, 3 or 4")
@@ -77,6 +141,65 @@ def _parse(name: str, text: str) -> object:
     return text.lower() in ("1", "true")
 
 
-def environment_key() -> tuple[str | None, ...]:
-    """The raw values of our variables: part of every cache key whose entry depends on them (flash-linear-attention#881)."""
-    return tuple(map(os.environ.get, ENVIRONMENT.values()))
+_for_process: MLAPrefillConfig | None = None
+_for_context: contextvars.ContextVar[MLAPrefillConfig | None] = contextvars.ContextVar("mla_interop_config", default=None)
+
+
+def set_config(config: MLAPrefillConfig | Mapping[str, object] | None) -> None:
+    """Make ``config`` (or a mapping of its attributes) the process's own, in every thread; None takes it back.
+
+    Raises:
+        MLAInputError: A setting, or the name of a backend, is unknown.
+    """
+    global _for_process
+    _for_process = None if config is None else _checked(config)
+
+
+@contextlib.contextmanager
+def use_config(config: MLAPrefillConfig | Mapping[str, object]) -> Iterator[MLAPrefillConfig]:
+    """Inside, calls of this thread (or task) use ``config``; what it leaves open comes from the configuration around it.
+
+    A program that ``jax.jit`` has compiled, and a CUDA graph, keep the choice they were made with.
+
+    Raises:
+        MLAInputError: A setting, or the name of a backend, is unknown.
+    """
+    outer = _for_context.get()
+    made = _checked(config) if outer is None else _checked(config).over(outer)
+    token = _for_context.set(made)
+    try:
+        yield made
+    finally:
+        _for_context.reset(token)
+
+
+def current_config() -> MLAPrefillConfig:
+    """All that is set here and now, by :func:`use_config`, :func:`set_config` and the environment."""
+    config = MLAPrefillConfig.from_environment()
+    for nearer in config_in_use():
+        config = config if nearer is None else nearer.over(config)
+    return config
+
+
+def config_in_use() -> tuple[MLAPrefillConfig | None, MLAPrefillConfig | None]:
+    """What :func:`set_config` and :func:`use_config` set: part of every cache key whose entry depends on it."""
+    return _for_process, _for_context.get()
+
+
+def environment_key() -> tuple[Any, ...]:
+    """The raw values of our variables, and the configuration in use: part of every cache key whose entry depends on them
+    (flash-linear-attention#881)."""
+    return (*map(os.environ.get, ENVIRONMENT.values()), os.environ.get("MLA_INTEROP_CACHE"), *config_in_use())
+
+
+def _checked(config: MLAPrefillConfig | Mapping[str, object]) -> MLAPrefillConfig:
+    from mla_interop.backends.registry import parse_names  # the backends are described with this module's help
+
+    if isinstance(config, Mapping):
+        config = MLAPrefillConfig.from_mapping(config)
+    elif not isinstance(config, MLAPrefillConfig):
+        raise input_error("config", type(config).__name__, "an MLAPrefillConfig, or a mapping of its attributes")
+    for name in ("backend", "order"):
+        if getattr(config, name) is not None:
+            parse_names(name, getattr(config, name))
+    return config

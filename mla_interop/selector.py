@@ -12,7 +12,7 @@ from typing import Any
 from mla_interop.backends.base import Kernel, MLAPrefillBackend
 from mla_interop.backends.registry import backend_class, names, order_for, parse_names
 from mla_interop.capability import DeviceCapability, device_capability
-from mla_interop.config import MLAPrefillConfig, environment_key
+from mla_interop.config import MLAPrefillConfig, current_config, environment_key
 from mla_interop.dimensions import MLADimensions
 from mla_interop.errors import MLAUnavailableError, MLAUnsupportedError, input_error
 from mla_interop.explain import Row, SelectionTable
@@ -78,7 +78,7 @@ def select(config: MLAPrefillSelectorConfig, backend: Any = None, fallback: bool
     Args:
         config: The problem.
         backend: An explicit choice: a name in any case, an enum member, or an ordered sequence; ``"FLASH_ATTN.fa3"`` names one of a
-            backend's kernels. None: ``MLA_INTEROP_BACKEND``, else the order of the device's architecture.
+            backend's kernels. None: what ``use_config``, ``set_config`` or ``MLA_INTEROP_BACKEND`` say, else the order of the device's architecture.
         fallback: If the explicit choice is not valid, warn and choose automatically instead of raising.
 
     Raises:
@@ -109,7 +109,7 @@ def explain(config: MLAPrefillSelectorConfig, backend: Any = None, fallback: boo
 
     The result prints as a table, shows as one in a notebook, and has ``to_dict``.
     """
-    settings = MLAPrefillConfig(backend=_hashable(backend), flash_attn_version=config.flash_attn_version).over(MLAPrefillConfig.from_environment())
+    settings = MLAPrefillConfig(backend=_hashable(backend), flash_attn_version=config.flash_attn_version).over(current_config())
     config = replace(config, flash_attn_version=settings.flash_attn_version)
     explicit = parse_names("backend", settings.backend) if settings.backend is not None else ()
     order = parse_names("order", settings.order) if settings.order is not None else order_for(config.device_type, config.capability)
@@ -122,7 +122,7 @@ def explain(config: MLAPrefillSelectorConfig, backend: Any = None, fallback: boo
 
 
 @functools.lru_cache(maxsize=4096)
-def _select(config: MLAPrefillSelectorConfig, backend: Any, fallback: bool, environment: tuple[str | None, ...]) -> MLAPrefillBackend:
+def _select(config: MLAPrefillSelectorConfig, backend: Any, fallback: bool, environment: tuple[Any, ...]) -> MLAPrefillBackend:
     del environment  # only a part of the key
     table = explain(config, backend, fallback)
     tried: dict[str, str] = {}

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from mla_interop import sequences
+from mla_interop.config import config_in_use
 from mla_interop.errors import MLAInputError, input_error
 from mla_interop.exchange import TensorSpec
 from mla_interop.prefill import Options, bind, dense_call, make_options, metadata_for, resolve
@@ -119,7 +120,7 @@ class _Launch(NamedTuple):
 def _call(q: Any, k: Any, v: Any, options: Options, metadata: PrefillMetadata, out: Any) -> Any:
     # A choice is kept by the metadata: preparing new metadata is how a change of the environment takes effect.
     layouts = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15)
-    key = (layouts, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options)
+    key = (layouts, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options, config_in_use())
     prepared = metadata.remember(key, lambda: _prepare(q, k, v, options, metadata))
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         with torch.cuda.device(q.device):
