@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import array_api_compat
 
+from mla_interop.errors import input_error
+
 LSEBase = Literal["e", "2"]
 LSELayout = Literal["NT", "TN"]
 
@@ -34,19 +36,72 @@ def normalize(lse: Any, base: LSEBase = "e", layout: LSELayout = "NT") -> Any:
     return xp.where(lse == math.inf, xp.full_like(lse, -math.inf), lse)
 
 
-def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
+def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, out: Any = None, lse: Any = None) -> tuple[Any, Any]:
     """One attention result from two over disjoint sets of keys.
 
     With ``m = max(lse_a, lse_b)`` the weights are ``exp(lse - m) / sum`` (online softmax, arXiv:1805.02867). Rows without a key on
     one side take the other side bit for bit, by selection: what such a row's ``out`` holds, NaN too, does not matter (flashinfer#4975).
+    Associative and commutative within rounding. Torch tensors on CUDA are merged in one pass by a Triton kernel
+    (float64, which it would cut to float32, is not).
 
     Args:
-        out_a, out_b: ``[T, N, V]``.
-        lse_a, lse_b: float32 ``[N, T]``, natural log.
+        out_a, out_b: ``[T, N, V]``, each with strides of its own; a range of rows is a slice.
+        lse_a, lse_b: float32 ``[N, T]``, natural log; +inf counts as -inf. Also with strides of their own.
+        out, lse: Where to write, for arrays that can be written: an operand itself (in place), or memory that no operand shares.
+            None: a new array, and no operand is written.
 
     Returns:
-        ``out [T, N, V]`` in ``out_a``'s dtype and ``lse [N, T]``; rows empty on both sides get 0 and -inf.
+        ``out [T, N, V]`` in ``out_a``'s dtype (or that of the ``out`` given) and float32 ``lse [N, T]``; rows empty on both sides get 0 and -inf.
+
+    Raises:
+        MLAInputError: Shapes that do not belong together, or an array to write to that cannot be written.
     """
+    _check(out_a, lse_a, out_b, lse_b, out, lse)
+    if array_api_compat.is_torch_array(out_a) and out_a.is_cuda and out_a.element_size() < 8:
+        from mla_interop.kernels import triton_merge
+
+        return triton_merge.merge(out_a, lse_a, out_b, lse_b, out, lse)
+    merged, merged_lse = _merge(out_a, lse_a, out_b, lse_b, out_a.dtype if out is None else out.dtype)
+    return written(out, merged), written(lse, merged_lse)
+
+
+def written(target: Any, value: Any) -> Any:
+    """``value`` itself, or ``target`` with it."""
+    if target is None:
+        return value
+    target[...] = value
+    return target
+
+
+def check_target(name: str, target: Any, shape: tuple[int, ...]) -> None:
+    """Refuse a ``target`` that is not of ``shape`` or cannot be written.
+
+    Raises:
+        MLAInputError: See above.
+    """
+    if target is None:
+        return
+    if array_api_compat.is_jax_array(target):
+        raise input_error(name, "a JAX array, which cannot be written", "None", "Take the result, and donate the operands to the jitted function.")
+    if tuple(target.shape) != shape:
+        raise input_error(name, f"shape {tuple(target.shape)}", f"{shape}")
+
+
+def _check(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out: Any, lse: Any) -> None:
+    shape = tuple(out_a.shape)
+    if len(shape) != 3:
+        raise input_error("out_a", f"shape {shape}", "[T, N, V]")
+    if tuple(out_b.shape) != shape:
+        raise input_error("out_b", f"shape {tuple(out_b.shape)}", f"out_a's, {shape}")
+    lse_shape = (shape[1], shape[0])
+    for name, value in (("lse_a", lse_a), ("lse_b", lse_b)):
+        if tuple(value.shape) != lse_shape:
+            raise input_error(name, f"shape {tuple(value.shape)}", f"[N, T] of out_a, {lse_shape}", "normalize(lse, layout='TN') transposes.")
+    check_target("out", out, shape)
+    check_target("lse", lse, lse_shape)
+
+
+def _merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, dtype: Any) -> tuple[Any, Any]:
     xp = array_api_compat.array_namespace(out_a, lse_a, out_b, lse_b)
     lse_a, lse_b = normalize(lse_a), normalize(lse_b)
     empty_a, empty_b = lse_a == -math.inf, lse_b == -math.inf
@@ -58,12 +113,11 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
     lse = xp.where(empty_a & empty_b, xp.full_like(top, -math.inf), xp.log(total) + top)
     share_a, share_b = (_per_row(xp, weight / total) for weight in (weight_a, weight_b))
     none_a, none_b = _per_row(xp, empty_a), _per_row(xp, empty_b)
-    zero = xp.zeros_like(out_a)
+    wide = xp.result_type(out_a.dtype, out_b.dtype, xp.float32)
     # Selected before the product too: what an empty row holds must not even raise a floating-point warning.
-    wide_a, wide_b = (xp.astype(xp.where(none, zero, out), xp.float32) for none, out in ((none_a, out_a), (none_b, out_b)))
-    mixed = xp.astype(wide_a * share_a + wide_b * share_b, out_a.dtype)
-    out = xp.where(none_a, xp.where(none_b, zero, xp.astype(out_b, out_a.dtype, copy=False)), xp.where(none_b, out_a, mixed))
-    return out, lse
+    wide_a, wide_b = (xp.where(none, xp.zeros_like(out, dtype=wide), xp.astype(out, wide)) for none, out in ((none_a, out_a), (none_b, out_b)))
+    mixed = wide_a * share_a + wide_b * share_b
+    return xp.astype(xp.where(none_a, wide_b, xp.where(none_b, wide_a, mixed)), dtype), lse
 
 
 def _per_row(xp: Any, values: Any) -> Any:

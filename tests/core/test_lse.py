@@ -9,6 +9,7 @@ import oracle
 import pytest
 from cases import YARN_SCALE, offsets
 
+from mla_interop.errors import MLAInputError
 from mla_interop.lse import merge, normalize
 
 NAMESPACES = ["numpy", "torch", "jax"]
@@ -22,6 +23,10 @@ def give(request: pytest.FixtureRequest) -> Any:
     if request.param == "torch":
         return importlib.import_module("torch").from_numpy if pytest.importorskip("torch") else None
     return importlib.import_module("jax.numpy").asarray if pytest.importorskip("jax") else None
+
+
+def is_jax(give: Any) -> bool:
+    return "jax" in type(give(np.zeros(1, np.float32))).__module__
 
 
 def f32(values: Any) -> np.ndarray:
@@ -184,3 +189,87 @@ def test_lopsided_splits_show_a_wrong_base(split: tuple[int, int], rng: np.rando
     wrong, _ = merge(parts[0][0], parts[0][1] / math.log(2), parts[1][0], parts[1][1] / math.log(2))
     if split[0] != split[1]:
         assert np.abs(wrong - whole).max() > 1e-3
+
+
+def wrong_shapes(out: np.ndarray, lse: np.ndarray) -> dict[str, tuple[Any, ...]]:
+    return {
+        "out_a": (out[0], lse, out, lse),
+        "out_b": (out, lse, out[:-1], lse),
+        "lse_a": (out, lse.T, out, lse),
+        "lse_b": (out, lse, out, lse[:-1]),
+    }
+
+
+@pytest.mark.parametrize("argument", ["out_a", "out_b", "lse_a", "lse_b"])
+def test_shapes_that_do_not_belong_together_are_refused(give: Any, rng: np.random.Generator, argument: str) -> None:
+    """sglang#9363: a token-major lse fits by broadcasting where N is 1 or T."""
+    with pytest.raises(MLAInputError, match=f"^{argument}: "):
+        merge(*map(give, wrong_shapes(*state(rng))[argument]))
+
+
+@pytest.mark.parametrize("target", ["a", "b", "new", "lse of a, out of b"])
+def test_in_place_gives_what_out_of_place_gives(give: Any, rng: np.random.Generator, target: str) -> None:
+    """local-inference-lab/vllm#468: the accumulator is an operand. One row is empty on either side, one on both, all with NaN in out."""
+    a, b = state(rng), state(rng)
+    for side, row in ((a, 0), (b, 1), (a, 2), (b, 2)):
+        side[0][row], side[1][:, row] = math.nan, (math.inf, -math.inf)[row % 2]
+    if is_jax(give):
+        with pytest.raises(MLAInputError, match="JAX array, which cannot be written"):
+            merge(*map(give, (*a, *b)), out=give(a[0]))
+        return
+    expected = [np.asarray(x).tobytes() for x in merge(*map(give, (*a, *b)))]
+    operands = [give(x.copy()) for x in (*a, *b)]
+    fresh = give(np.full_like(a[0], math.nan)), give(np.full_like(a[1], math.nan))
+    out, lse = {"a": operands[:2], "b": operands[2:], "new": fresh, "lse of a, out of b": (operands[2], operands[1])}[target]
+    got, got_lse = merge(*operands, out=out, lse=lse)
+    assert got is out and got_lse is lse
+    assert [np.asarray(out).tobytes(), np.asarray(lse).tobytes()] == expected
+
+
+def test_in_place_over_a_range_of_rows_with_unequal_strides(give: Any, rng: np.random.Generator) -> None:
+    """A chunk's first request is merged into its rows of the accumulator, which is a view of wider memory."""
+    if is_jax(give):
+        pytest.skip("JAX arrays have no views, and are not written")
+    (out, lse), part = state(rng, tokens=7, v_dim=4), state(rng, tokens=3, v_dim=4)
+    wide, token_major = np.full((7, 3, 9), 5, np.float32), np.ascontiguousarray(lse.T)
+    wide[..., 2:6] = out
+    wide, token_major = give(wide), give(token_major)
+    rows = wide[2:5, :, 2:6], token_major[2:5].T
+    merge(*rows, *map(give, part), out=rows[0], lse=rows[1])
+    expected, expected_lse = merge(out[2:5], lse[:, 2:5], *part)
+    out[2:5], lse[:, 2:5] = expected, expected_lse
+    np.testing.assert_allclose(np.asarray(wide)[..., 2:6], out, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(token_major).T, lse, rtol=1e-6, atol=1e-6)
+    assert (np.asarray(wide)[..., :2] == 5).all() and (np.asarray(wide)[..., 6:] == 5).all()
+
+
+def test_an_array_to_write_to_must_fit(rng: np.random.Generator) -> None:
+    a, b = state(rng), state(rng)
+    for name in ("out", "lse"):
+        with pytest.raises(MLAInputError, match=f"^{name}: got shape"):
+            merge(*a, *b, **{name: np.empty((2, 2), np.float32)})
+
+
+def test_the_accumulator_may_be_wider_than_the_parts(give: Any, rng: np.random.Generator) -> None:
+    """float32 over bfloat16 parts, and float64, bit for bit where a side is empty."""
+    (out, lse), other = state(rng), state(rng)
+    wide = out.astype(np.float64) + 1e-12
+    if is_jax(give):
+        wide = out
+    empty = np.full_like(lse, -math.inf)
+    assert np.asarray(merge(give(wide), give(lse), give(other[0]), give(empty))[0]).tobytes() == wide.tobytes()
+    half = out.astype(np.float16), other[0].astype(np.float16)
+    if not is_jax(give):
+        target = give(np.empty(out.shape, np.float32))
+        merge(give(half[0]), give(lse), give(half[1]), give(other[1]), out=target)
+        exact, _ = softmax_merge((half[0], lse), (half[1], other[1]))
+        np.testing.assert_allclose(np.asarray(target), exact, rtol=1e-6, atol=1e-6)
+
+
+def test_a_nan_of_lse_shows(give: Any, rng: np.random.Generator) -> None:
+    """A failed kernel must not be dropped by a maximum that ignores NaN."""
+    for side in (1, 3):
+        operands = [x.copy() for x in (*state(rng), *state(rng))]
+        operands[side][1, 2] = math.nan
+        out, lse = map(np.asarray, merge(*map(give, operands)))
+        assert np.isnan(lse[1, 2]) and np.isnan(out[2, 1]).all() and np.isnan(out).sum() == out.shape[2]
