@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from mla_interop.errors import MLAInputError, input_error
+from mla_interop.installed import assumed
 
 ENVIRONMENT = {
     "backend": "MLA_INTEROP_BACKEND",
@@ -189,7 +190,7 @@ def config_in_use() -> tuple[MLAPrefillConfig | None, MLAPrefillConfig | None]:
 def environment_key() -> tuple[Any, ...]:
     """The raw values of our variables, and the configuration in use: part of every cache key whose entry depends on them
     (flash-linear-attention#881)."""
-    return (*map(os.environ.get, ENVIRONMENT.values()), os.environ.get("MLA_INTEROP_CACHE"), *config_in_use())
+    return (*map(os.environ.get, ENVIRONMENT.values()), os.environ.get("MLA_INTEROP_CACHE"), assumed(), *config_in_use())
 
 
 def _checked(config: MLAPrefillConfig | Mapping[str, object]) -> MLAPrefillConfig:

@@ -1,10 +1,13 @@
 """The table that ``explain`` gives: every backend, whether it can serve, its reasons, and which one is chosen."""
 
 import html
+import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from mla_interop.backends.base import Kernel
+
+_WIDTH = 110  # columns
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class SelectionTable:
     def __str__(self) -> str:
         head = f"MLA prefill, {self._problem()}"
         lines = [f"{self._mark(row)} {row.backend:<14} {row.kind or '-':<9} {self._why(row)}" for row in self.rows]
-        return "\n".join([head, *lines])
+        return "\n".join([head, *(textwrap.fill(line, _WIDTH, subsequent_indent=" " * 28, break_long_words=False, break_on_hyphens=False) for line in lines)])
 
     def _repr_html_(self) -> str:
         cells = [[self._mark(row), row.backend, row.kind, ", ".join(row.copies), self._why(row)] for row in self.rows]

@@ -15,20 +15,25 @@ IMPORT_SECONDS = 120.0
 
 _T = TypeVar("_T")
 _stuck: dict[str, threading.Thread] = {}
-_assumed = contextvars.ContextVar("mla_interop_assume_installed", default=False)
+_assumed: contextvars.ContextVar[bool | None] = contextvars.ContextVar("mla_interop_assume_installed", default=None)
 
 
 @contextlib.contextmanager
-def assume_installed() -> Iterator[None]:
+def assume_installed(everything: bool = True) -> Iterator[None]:
     """Inside, every package counts as installed, in a version that was proven: what is left are the reasons of the problem itself.
 
-    For answers about a machine that is not this one: the tables in the docs, and ``explain`` for a stated target.
+    For answers about a machine that is not this one: the tables in the docs, and ``explain`` for a stated target. With False, none counts as installed.
     """
-    token = _assumed.set(True)
+    token = _assumed.set(everything)
     try:
         yield
     finally:
         _assumed.reset(token)
+
+
+def assumed() -> bool | None:
+    """What is assumed to be installed here: everything, nothing, or, with None, what is: part of every cache key whose entry depends on it."""
+    return _assumed.get()
 
 
 def missing(probe: Callable[[], list[str]]) -> list[str]:
@@ -36,8 +41,8 @@ def missing(probe: Callable[[], list[str]]) -> list[str]:
 
     Any exception is a reason too: packages raise whatever they like (oumi#2586, open-r1#684).
     """
-    if _assumed.get():
-        return []
+    if _assumed.get() is not None:
+        return [] if _assumed.get() else ["not installed (assumed)"]
     try:
         return probe()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Machines that are not this one: which packages are installed, as far as the backends' own probes can tell."""
+"""Machines that are not this one: which packages are installed, as far as the backends can tell."""
 
 from collections.abc import Iterator
 
@@ -6,30 +6,21 @@ import pytest
 
 import mla_interop
 from mla_interop.config import ENVIRONMENT
-from mla_interop.kernels import cpu_sdpa, fa4, flash_attn_packages, flashinfer_module
-
-
-def _stub_probes(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
-    reasons = [] if installed else ["not installed (stub)"]
-    versions = {name: proven[0] for name, proven in fa4.PROVEN_VERSIONS.items()} if installed else {}
-    monkeypatch.setattr(fa4, "package_version", lambda name: versions.get(name, "none"))
-    monkeypatch.setattr(fa4, "_importable", lambda module: installed)
-    monkeypatch.setattr(flash_attn_packages, "_findable", lambda module: installed)
-    monkeypatch.setattr(flashinfer_module, "_installation_reasons", lambda *problem: reasons)
-    monkeypatch.setattr(cpu_sdpa, "_torch_reasons", lambda: reasons)
-    monkeypatch.setattr(cpu_sdpa, "_compiler_reasons", lambda: [])
+from mla_interop.installed import assume_installed
 
 
 @pytest.fixture
-def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def all_installed() -> Iterator[None]:
     """Every package that a backend may want."""
-    _stub_probes(monkeypatch, True)
+    with assume_installed():
+        yield
 
 
 @pytest.fixture
-def none_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def none_installed() -> Iterator[None]:
     """None of them."""
-    _stub_probes(monkeypatch, False)
+    with assume_installed(False):
+        yield
 
 
 @pytest.fixture(autouse=True)

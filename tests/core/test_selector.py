@@ -1,20 +1,41 @@
 """Selection on machines that are not this one: packages and devices are stubbed, the reasoning is the real one."""
 
 import re
+import sys
+import threading
+import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mla_interop import DeviceCapability, MLADimensions, MLAInputError, MLAPrefillSelectorConfig, MLAUnsupportedError
+from mla_interop import (
+    MODELS,
+    DeviceCapability,
+    MLADimensions,
+    MLAInputError,
+    MLAPrefillSelectorConfig,
+    MLAUnsupportedError,
+    register_mla_prefill_backend,
+)
+from mla_interop.backends import registry
 from mla_interop.backends.base import Kernel, MLAPrefillBackend
 from mla_interop.backends.registry import ORDERS, MLAPrefillBackendEnum, backend_class, names, order_for
-from mla_interop.selector import clear_cache, explain, get_mla_prefill_backend, select
+from mla_interop.config import ENVIRONMENT, environment_key
+from mla_interop.installed import assume_installed
+from mla_interop.selector import DTYPES, clear_cache, explain, get_mla_prefill_backend, select
+from mla_interop.support import answer, markdown
 
 R1 = MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-ARCHITECTURES = {"8.0": ("FLASH_ATTN", "FLASHINFER"), "8.9": ("FLASH_ATTN", "FLASHINFER"), "9.0": ("FLASH_ATTN", "FLASHINFER")}
-ARCHITECTURES |= {"10.0": ("FLASHINFER", "FLASH_ATTN"), "10.3": ("FLASHINFER", "FLASH_ATTN"), "12.0": ("FLASH_ATTN", "FLASHINFER")}
+# The documented orders; 11.0 has none of its own.
+BLACKWELL = ("TRTLLM_RAGGED", "FLASHINFER", "CUDNN", "FLASH_ATTN", "TOKENSPEED_MLA")
+HOPPER, OTHERS = ("FLASH_ATTN", "FLASHINFER", "CUDNN"), ("FLASH_ATTN", "FLASHINFER")
+DESIGN = {"7.5": OTHERS, "8.0": OTHERS, "8.9": OTHERS, "9.0": HOPPER, "10.0": BLACKWELL, "10.3": BLACKWELL, "11.0": OTHERS, "12.0": OTHERS}
+FIRST = {"7.5": "REFERENCE", "8.0": "FLASH_ATTN", "8.9": "FLASH_ATTN", "9.0": "FLASH_ATTN", "10.0": "TRTLLM_RAGGED", "10.3": "TRTLLM_RAGGED"}
+FIRST |= {"11.0": "FLASHINFER", "12.0": "FLASH_ATTN"}
+ARCHITECTURES = tuple(DESIGN)
 
 
 def problem(capability: Any = "9.0", **changed: Any) -> MLAPrefillSelectorConfig:
@@ -33,8 +54,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_architecture_has_its_own_first_choice_and_order(capability: str) -> None:
     """flashinfer#5133: "auto" knew two kernels only, and ran Blackwell at a sixth of its speed."""
     table = explain(problem(capability))
-    assert table.chosen == ARCHITECTURES[capability][0]
-    assert table.order == (*ARCHITECTURES[capability], "REFERENCE")
+    assert table.chosen == FIRST[capability]
+    assert table.order == (*(name for name in DESIGN[capability] if name in names()), "REFERENCE")
     assert {row.backend for row in table.rows} == set(names()) and all(row.valid or row.reasons for row in table.rows)
     assert get_mla_prefill_backend(problem(capability)).get_name() == table.chosen
 
@@ -57,7 +78,7 @@ def test_an_old_gpu_is_refused_by_every_kernel_at_selection() -> None:
     """transformers#28188: importable packages on a GPU that they do not support."""
     table = explain(problem("7.5"))
     assert table.chosen == "REFERENCE"
-    assert all("7.5" in " ".join(row.reasons) for row in table.rows if row.backend in ("FLASH_ATTN", "FLASHINFER"))
+    assert all("7.5" in " ".join(row.reasons) for row in table.rows if row.backend not in ("CPU_SDPA", "REFERENCE"))
 
 
 @pytest.mark.usefixtures("all_installed")
@@ -108,8 +129,8 @@ def test_the_choice_follows_what_it_depends_on(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.usefixtures("all_installed", "runs")
 def test_the_choice_follows_the_problem() -> None:
     chosen = {changed: select(problem(**dict([changed]))).get_name() for changed in (("capability", "10.0"), ("dtype", "float16"), ("traced", True))}
-    assert chosen == {("capability", "10.0"): "FLASHINFER", ("dtype", "float16"): "FLASH_ATTN", ("traced", True): "FLASH_ATTN"}
-    assert select(problem("10.0", traced=True)).get_name() == "FLASH_ATTN"
+    assert chosen == {("capability", "10.0"): "TRTLLM_RAGGED", ("dtype", "float16"): "FLASH_ATTN", ("traced", True): "FLASH_ATTN"}
+    assert select(problem("10.0", traced=True)).kernel.variant == "cutlass"
     assert explain(problem(), "FLASHINFER").chosen and not explain(problem(scale=-1.0), "FLASHINFER").chosen
 
 
@@ -126,7 +147,7 @@ def test_an_explicit_choice_does_not_fall_back() -> None:
     """Megatron-LM#277."""
     with pytest.raises(MLAUnsupportedError) as refusal:
         select(problem(None), "CPU_SDPA")
-    assert str(refusal.value).startswith("backend CPU_SDPA cannot serve cpu, bfloat16, 16 heads of 192/128, causal, lse:\n  CPU_SDPA: not installed (stub)")
+    assert str(refusal.value).startswith("backend CPU_SDPA cannot serve cpu, bfloat16, 16 heads of 192/128, causal, lse:\n  CPU_SDPA: not installed (assumed)")
     assert "Could serve it: REFERENCE (fallback=True chooses automatically)." in str(refusal.value)
     with pytest.raises(MLAUnsupportedError):
         get_mla_prefill_backend(problem(None), "CPU_SDPA")
@@ -135,7 +156,7 @@ def test_an_explicit_choice_does_not_fall_back() -> None:
 @pytest.mark.usefixtures("none_installed")
 def test_fallback_warns_and_says_why() -> None:
     """torchtitan#1610: a fall to something slow must be visible."""
-    with pytest.warns(UserWarning, match=r"backend CPU_SDPA cannot be used \(CPU_SDPA: not installed \(stub\)\); using REFERENCE instead"):
+    with pytest.warns(UserWarning, match=r"backend CPU_SDPA cannot be used \(CPU_SDPA: not installed \(assumed\)\); using REFERENCE instead"):
         assert select(problem(None), "CPU_SDPA", fallback=True).get_name() == "REFERENCE"
 
 
@@ -174,7 +195,8 @@ def test_an_unknown_gpu_is_no_reason_to_guess(monkeypatch: pytest.MonkeyPatch) -
     assert unknown.capability is None
     table = explain(unknown)
     assert table.chosen == "REFERENCE"
-    assert all("compute capability unknown (state it in the configuration)" in row.reasons for row in table.rows if row.backend.startswith("FLASH"))
+    unknown_to = {row.backend for row in table.rows if "compute capability unknown (state it in the configuration)" in row.reasons}
+    assert unknown_to == set(names()) - {"CPU_SDPA", "REFERENCE"}
     with pytest.raises(MLAUnsupportedError, match="compute capability unknown.*\n?.*REFERENCE"):
         select(unknown, "FLASH_ATTN")
 
@@ -203,7 +225,7 @@ def test_classes_answer_the_interface() -> None:
     for member in MLAPrefillBackendEnum:
         cls = member.get_class()
         assert issubclass(cls, MLAPrefillBackend) and cls.get_name() == member.name
-        assert cls.supports_dtype("bfloat16") and not cls.supports_dtype("int8") and cls.supports_mla_dimensions(R1)
+        assert cls.supports_dtype(cls.supported_dtypes[0]) and not cls.supports_dtype("int8") and cls.supports_mla_dimensions(R1)
         assert isinstance(cls.is_available(), bool) and cls.supports_compute_capability(None) == ("cpu" in cls.device_types)
 
 
@@ -219,3 +241,131 @@ def test_documented_orders_are_the_codes() -> None:
     rows = [match for path in docs.glob("*.md") for match in re.finditer(r"^\| *order of ([\w.]+) *\| *(.+?) *\|$", path.read_text(), re.M)]
     for match in rows:
         assert tuple(name.strip() for name in match[2].split(",")) == ORDERS[match[1]]
+    assert len(rows) == len(ORDERS)
+
+
+def test_the_documented_support_is_the_codes() -> None:
+    """docs/backends.md holds every model, architecture, dtype and reason: run `mla-interop backends --markdown > docs/backends.md` after a change."""
+    written = (Path(__file__).parents[2] / "docs" / "backends.md").read_text()
+    assert written == markdown()
+
+
+@pytest.mark.usefixtures("none_installed")
+def test_the_documented_support_does_not_depend_on_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = markdown()
+    for variable, value in zip(ENVIRONMENT.values(), ("REFERENCE", "2", "REFERENCE", "0", "order", "0"), strict=True):
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr("mla_interop.kernels.fa4.package_version", lambda name: "0.0.1")
+    assert markdown() == before
+
+
+@pytest.mark.usefixtures("all_installed")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("capability", [*ARCHITECTURES, None])
+def test_the_choice_is_the_first_of_the_order_that_the_support_has(capability: str | None, model: str, dtype: str) -> None:
+    """The selector and the table of support are two readings of the same declarations."""
+    dimensions = MODELS[model].dimensions
+    table = explain(problem(capability, dimensions=dimensions, dtype=dtype, scale=dimensions.qk_head_dim**-0.5))
+    served = [name for name in table.order if answer(name, dimensions, capability or "cpu", dtype)[0]]
+    assert table.chosen == (served[0] if served else None)
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """flash-attn 2 as a package of its own on the path, whose import runs the given code."""
+
+    def write(code: str) -> None:
+        for name, text in (("flash_attn", code), ("flash_attn_2_cuda", "")):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "__init__.py").write_text(text)
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("flash_attn", "flash_attn_2_cuda")]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.syspath_prepend(str(tmp_path))
+
+    return write
+
+
+@pytest.mark.parametrize("error", ["ImportError", "OSError", "AttributeError", "RuntimeError", "SystemExit"])
+def test_a_package_that_breaks_on_import_is_a_reason(package: Callable[[str], None], error: str) -> None:
+    """oumi#2586, open-r1#684: the next kernel is used, and the failure is said once; where nothing is next, it is the refusal."""
+    package(f"raise {error}('broken on purpose')")
+    broken = f"flash-attn is installed but cannot be used: .*{error}: broken on purpose"
+    with pytest.raises(MLAUnsupportedError, match=broken):
+        select(problem("9.0"), "FLASH_ATTN.fa2")
+    with pytest.warns(UserWarning, match=broken):
+        assert select(problem("9.0"), ("FLASH_ATTN.fa2", "REFERENCE")).get_name() == "REFERENCE"
+
+
+def test_an_import_that_hangs_is_cut_off(package: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    end = threading.Event()
+    monkeypatch.setattr(sys, "mla_interop_test_end", end, raising=False)
+    monkeypatch.setattr("mla_interop.kernels.flash_attn_packages.IMPORT_SECONDS", 0.3)
+    package("import sys; sys.mla_interop_test_end.wait(60)")
+    try:
+        begin = time.monotonic()
+        with pytest.raises(MLAUnsupportedError, match=r"importing flash_attn_2_cuda did not end within 0.3 s"):
+            select(problem("9.0"), "FLASH_ATTN.fa2")
+        assert time.monotonic() - begin < 20
+    finally:
+        end.set()
+
+
+class Probe(MLAPrefillBackend):
+    """A backend of a third party whose probe does what a test says."""
+
+    name = "PROBE"
+    device_types = ("cpu",)
+    action: Any = None
+
+    @classmethod
+    def unavailable_reasons(cls) -> list[str]:
+        raise NotImplementedError
+
+    @classmethod
+    def kernels(cls, config: MLAPrefillSelectorConfig) -> Any:
+        return cls.action()
+
+
+@pytest.fixture
+def probe(monkeypatch: pytest.MonkeyPatch) -> type[Probe]:
+    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(Probe, "unavailable_reasons", classmethod(lambda cls: []))
+    return register_mla_prefill_backend("PROBE", before="CPU_SDPA")(Probe)
+
+
+@pytest.mark.parametrize("error", [ImportError, OSError, AttributeError, RuntimeError, SystemExit])
+def test_a_probe_that_raises_is_a_reason_and_stops_no_other_backend(probe: Any, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
+    def fail() -> None:
+        raise error("broken on purpose")
+
+    monkeypatch.setattr(probe, "action", staticmethod(fail))
+    table = explain(problem(None))
+    row = next(row for row in table.rows if row.backend == "PROBE")
+    assert table.order[0] == "PROBE" and table.chosen not in ("PROBE", None)
+    assert not row.valid and f"{error.__name__}: broken on purpose" in row.reasons[0]
+    monkeypatch.setattr(probe, "unavailable_reasons", classmethod(lambda cls: fail()))
+    row = next(row for row in explain(problem(None)).rows if row.backend == "PROBE")
+    assert not row.valid and f"{error.__name__}: broken on purpose" in row.reasons[0]
+
+
+def test_a_probe_that_hangs_is_cut_off_and_not_waited_for_twice(probe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = threading.Event()
+    monkeypatch.setattr("mla_interop.selector.PROBE_SECONDS", 1.0)
+    monkeypatch.setattr(probe, "action", staticmethod(lambda: end.wait(60) and ([], ["too late"])))
+    try:
+        with pytest.raises(MLAUnsupportedError, match="PROBE: the probe of PROBE did not end within 1 s and was left behind"):
+            select(problem(None), "PROBE")
+        begin = time.monotonic()
+        assert explain(problem(None)).chosen != "PROBE" and time.monotonic() - begin < 0.9
+    finally:
+        end.set()
+
+
+def test_what_is_assumed_is_part_of_the_key() -> None:
+    before = environment_key()
+    with assume_installed():
+        assert environment_key() != before
+    with assume_installed(False):
+        assert environment_key() != before
+        assert explain(problem(None)).chosen == "REFERENCE"
