@@ -62,8 +62,8 @@ def mla_prefill(
         route: ``"ffi"``, or ``"callback"``: through host memory and Python (``jax_side.callback`` says what that costs).
 
     Returns:
-        ``out``, shaped like q with V as its last dimension, in q's dtype; with ``return_lse`` also float32 ``lse``, the natural log of the softmax
-        denominator of the scaled scores, ``[N, T]`` packed or ``[B, N, T]`` dense. Rows without a key, and rows at or past
+        ``out``, shaped like q with V as its last dimension, in q's dtype (bfloat16 for 8-bit q); with ``return_lse`` also float32 ``lse``, the natural log of
+        the softmax denominator of the scaled scores, ``[N, T]`` packed or ``[B, N, T]`` dense. Rows without a key, and rows at or past
         ``cu_seqlens_q[-1]``, get 0 and -inf.
 
     Raises:
@@ -119,7 +119,7 @@ def _call(q: Any, k: Any, v: Any, specs: tuple[TensorSpec, TensorSpec, TensorSpe
     call = resolve(*specs, options, metadata.bounds.num_seqs, metadata.has_lengths)
     bound = bind(call, metadata, k.shape[0], exact=False)
     if bound.empty:
-        out = jnp.zeros(call.out_shape, q.dtype)
+        out = jnp.zeros(call.out_shape, call.out_dtype)
         return (out, jnp.full(call.lse_shape, -math.inf, jnp.float32)) if options.return_lse else out
     lengths = (bound.metadata.cu_seqlens_q, bound.metadata.cu_seqlens_k)
     if options.padding == "any" and metadata.host is None and metadata.bounds.padded_k:
@@ -127,20 +127,20 @@ def _call(q: Any, k: Any, v: Any, specs: tuple[TensorSpec, TensorSpec, TensorSpe
     if call.kernel.kind == "array":
         out, lse = _array_code(call.scale, options.is_causal, call.kernel.launch, q, k, v, *lengths)
     elif route == "callback":
-        out, lse = callback.pure_callback(call.kernel.function, _call_spec(call, bound, k.shape[0], q.dtype), q, k, v, *lengths, bound.metadata.plan)
+        out, lse = callback.pure_callback(call.kernel.function, _call_spec(call, bound, k.shape[0]), q, k, v, *lengths, bound.metadata.plan)
     else:
-        out, lse = _custom_call(_call_spec(call, bound, k.shape[0], q.dtype), q, k, v, *lengths, bound.metadata.plan)
+        out, lse = _custom_call(_call_spec(call, bound, k.shape[0]), q, k, v, *lengths, bound.metadata.plan)
     return (out, lse) if options.return_lse else out
 
 
-def _call_spec(call: Resolved, bound: Bound, rows_k: int, dtype: Any) -> CallSpec:
+def _call_spec(call: Resolved, bound: Bound, rows_k: int) -> CallSpec:
     kernel = call.kernel
     return CallSpec(
         backend=call.backend.get_name(),
         kind=kernel.kind,
         kernel=kernel.register(),
         out_shape=call.out_shape,
-        out_dtype=np.dtype(dtype),
+        out_dtype=np.dtype(call.out_dtype),
         lse_shape=call.lse_shape if call.options.return_lse else None,
         scratch_floats=bound.scratch_floats,
         scale=call.scale,

@@ -115,7 +115,7 @@ def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
 def _run_numpy(q: np.ndarray, k: np.ndarray, v: np.ndarray, options: Options, metadata: PrefillMetadata, out: np.ndarray | None) -> Any:
     call = resolve(_spec(q), _spec(k), _spec(v), options, metadata.bounds.num_seqs, metadata.has_lengths)
     bound = bind(call, metadata, k.shape[0], exact=True)
-    out = np.empty(call.out_shape, q.dtype) if out is None else out
+    out = np.empty(call.out_shape, np.dtype(call.out_dtype)) if out is None else out
     lse = np.empty(call.lse_shape, np.float32) if options.return_lse else None
     k, v = k[: bound.num_tokens_k], v[: bound.num_tokens_k]
     q, k, v = (np.ascontiguousarray(x) if copy else x for x, copy in zip((q, k, v), call.copies, strict=True))

@@ -79,6 +79,11 @@ class Resolved:
     def kernel(self) -> Kernel:
         return self.backend.kernel
 
+    @property
+    def out_dtype(self) -> str:
+        """NumPy-style name of out's dtype."""
+        return self.kernel.out_dtype or self.backend.config.dtype
+
 
 class Bound(NamedTuple):
     """What the lengths add to a resolved call: the scalar arguments of a launch, the rows of k and v that it may read, and whether

@@ -21,6 +21,7 @@ _DTYPE_NAMES = {
     torch.float8_e4m3fn: "float8_e4m3fn",
     torch.float8_e5m2: "float8_e5m2",
 }
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 def mla_prefill(
@@ -62,8 +63,8 @@ def mla_prefill(
         out: Where to write the output: like the result, contiguous.
 
     Returns:
-        ``out``, shaped like q with V as its last dimension, in q's dtype, contiguous; with ``return_lse`` also float32 ``lse``, the natural
-        log of the softmax denominator of the scaled scores, ``[N, T]`` packed or ``[B, N, T]`` dense. Rows without a key, and rows at or
+        ``out``, shaped like q with V as its last dimension, in q's dtype (bfloat16 for 8-bit q), contiguous; with ``return_lse`` also float32 ``lse``, the
+        natural log of the softmax denominator of the scaled scores, ``[N, T]`` packed or ``[B, N, T]`` dense. Rows without a key, and rows at or
         past ``cu_seqlens_q[-1]``, get 0 and -inf.
 
     Raises:
@@ -74,7 +75,7 @@ def mla_prefill(
     options = make_options(scale, is_causal, return_lse, backend, fallback, padding)
     if q.dim() == 4:
         if out is not None:
-            _check_out(out, (*q.shape[:3], v.shape[-1]), q)
+            _check_out(out, (*q.shape[:3], v.shape[-1]), q, None)
             out = out.flatten(0, 1)
         lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, metadata)
         return dense_call(q, k, v, lengths, lambda q, k, v, metadata: _call(q, k, v, options, metadata, out))
@@ -108,6 +109,7 @@ class _Launch(NamedTuple):
 
     launch: Callable[..., Any]
     out_shape: tuple[int, int, int]
+    out_dtype: torch.dtype
     lse_shape: tuple[int, int] | None
     scratch_floats: int
     arrays: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -140,6 +142,7 @@ def _prepare(q: Any, k: Any, v: Any, options: Options, metadata: PrefillMetadata
     return _Launch(
         launch=call.kernel.launch,
         out_shape=call.out_shape,
+        out_dtype=_DTYPES[call.out_dtype],
         lse_shape=call.lse_shape if options.return_lse else None,
         scratch_floats=bound.scratch_floats,
         arrays=arrays,
@@ -166,9 +169,9 @@ def _adjustment(cut: int | None, clear: torch.Tensor | None, copies: tuple[bool,
 
 def _launch(prepared: _Launch, q: Any, k: Any, v: Any, out: Any) -> Any:
     if out is None:
-        out = q.new_empty(prepared.out_shape)
+        out = q.new_empty(prepared.out_shape, dtype=prepared.out_dtype)
     else:
-        _check_out(out, prepared.out_shape, q)
+        _check_out(out, prepared.out_shape, q, prepared.out_dtype)
     lse = None if prepared.lse_shape is None else q.new_empty(prepared.lse_shape, dtype=torch.float32)
     if prepared.runs != "kernel":
         return _without_kernel(prepared, q, k, v, out, lse)
@@ -231,7 +234,9 @@ def _check_tensors(q: Any, k: Any, v: Any) -> None:
             )
 
 
-def _check_out(out: Any, shape: tuple[int, ...], q: torch.Tensor) -> None:
-    if not isinstance(out, torch.Tensor) or tuple(out.shape) != shape or out.dtype != q.dtype or out.device != q.device or not out.is_contiguous():
+def _check_out(out: Any, shape: tuple[int, ...], q: torch.Tensor, dtype: torch.dtype | None) -> None:
+    """Refuse a buffer that the result does not fit; ``dtype`` is None where the kernel, which decides it, is not known yet."""
+    good = isinstance(out, torch.Tensor) and tuple(out.shape) == shape and dtype in (None, out.dtype)
+    if not good or out.device != q.device or not out.is_contiguous():
         got = f"{tuple(out.shape)}, {out.dtype}, {out.device}" if isinstance(out, torch.Tensor) else type(out).__name__
-        raise input_error("out", got, f"a contiguous tensor of shape {shape}, {q.dtype}, on {q.device}")
+        raise input_error("out", got, f"a contiguous tensor of shape {shape}, {dtype or q.dtype}, on {q.device}")

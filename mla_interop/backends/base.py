@@ -17,6 +17,9 @@ from mla_interop.sequences import HostLengths, PrefillMetadata
 if TYPE_CHECKING:
     from mla_interop.selector import MLAPrefillSelectorConfig
 
+KERNEL_PREFIX = "mla_interop.kernel."
+"""Start of the names of kernels among TVM FFI's global functions. Names end up in exported programs."""
+
 KernelKind = Literal["compiled", "python", "array"]
 
 
@@ -65,7 +68,7 @@ class Kernel:
     @property
     def global_name(self) -> str:
         """Name of the kernel among TVM FFI's global functions, where XLA programs find it."""
-        return f"mla_interop.kernel.{self.name}"
+        return KERNEL_PREFIX + self.name
 
     @functools.cached_property
     def function(self) -> Callable[..., Any]:
@@ -97,6 +100,7 @@ class MLAPrefillBackend(ABC):
         name: Upper-case name, equal to its registry name.
         device_types: Where it runs.
         supported_dtypes: NumPy-style names of q, k and v's dtypes.
+        dtype_note: Why no others, where that is not plain.
         supported_head_dims: Allowed (D, V) pairs; empty means that ``kernels`` alone decides.
         min_capability, max_major: Range of compute capabilities, for backends that run on CUDA.
     """
@@ -104,6 +108,7 @@ class MLAPrefillBackend(ABC):
     name: ClassVar[str]
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     supported_dtypes: ClassVar[tuple[str, ...]] = ("bfloat16", "float16")
+    dtype_note: ClassVar[str] = ""
     supported_head_dims: ClassVar[tuple[tuple[int, int], ...]] = ()
     min_capability: ClassVar[DeviceCapability] = DeviceCapability(8, 0)
     max_major: ClassVar[int | None] = None
@@ -146,7 +151,8 @@ class MLAPrefillBackend(ABC):
         elif not cls.supports_compute_capability(config.capability):
             reasons.append(f"compute capability {config.capability} (allowed: {cls._capability_range()})")
         if not cls.supports_dtype(config.dtype):
-            reasons.append(f"dtype {config.dtype} (allowed: {', '.join(cls.supported_dtypes)})")
+            note = f"; {cls.dtype_note}" if cls.dtype_note else ""
+            reasons.append(f"dtype {config.dtype} (allowed: {', '.join(cls.supported_dtypes)}{note})")
         if not cls.supports_mla_dimensions(config.dimensions):
             allowed = ", ".join(f"{d}/{v}" for d, v in cls.supported_head_dims)
             reasons.append(f"head dims {config.dimensions.qk_head_dim}/{config.dimensions.v_head_dim} (allowed: {allowed})")

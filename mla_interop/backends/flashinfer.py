@@ -1,4 +1,7 @@
-"""FLASHINFER: FlashInfer's ragged prefill kernels, FA3 on Hopper and FA2 elsewhere, with our own work lists."""
+"""FLASHINFER: FlashInfer's ragged prefill kernels, FA3 on Hopper, CUTLASS and cuDNN on Blackwell, and FA2 everywhere.
+
+FA3 and FA2 run compiled, with our own work lists; the others by FlashInfer's Python functions.
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -7,7 +10,7 @@ import numpy as np
 
 from mla_interop.backends.base import Kernel, MLAPrefillBackend
 from mla_interop.capability import device_properties
-from mla_interop.kernels import flashinfer_module
+from mla_interop.kernels import blackwell_packages, flashinfer_module
 from mla_interop.kernels.build import package_version
 from mla_interop.sequences import HostLengths
 
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class FlashInferBackend(MLAPrefillBackend):
-    """Needs lengths on the host, or metadata prepared with its configuration: its kernels follow a work list."""
+    """FA3 and FA2 need lengths on the host, or metadata prepared with its configuration: they follow a work list."""
 
     name = "FLASHINFER"
 
@@ -27,10 +30,22 @@ class FlashInferBackend(MLAPrefillBackend):
 
     @classmethod
     def kernels(cls, config: "MLAPrefillSelectorConfig") -> tuple[Sequence[Kernel], list[str]]:
-        """FA3 on compute capability 9.0, FA2 elsewhere: its LSE comes from probabilities rounded to 16 bits, FA3's does not."""
+        """FA3 on compute capability 9.0, FA2 elsewhere: its LSE comes from probabilities rounded to 16 bits, FA3's does not. Before it, on 10.x,
+        the kernels that were made for it."""
+        assert config.capability is not None  # validate_configuration refuses an unknown GPU first
+        made: list[Kernel] = []
+        refused: list[str] = []
+        for package in blackwell_packages.FLASHINFER if config.capability.major == 10 else ():
+            reasons = package.reasons(config)
+            if reasons:
+                refused += [f"{package.variant}: {reason}" for reason in reasons]
+            else:
+                made.append(package.kernel(cls.name, config))
         generation = 3 if config.capability == (9, 0) else 2
         reasons = cls._reasons(config, generation)
-        return ([], [f"fa{generation}: {reason}" for reason in reasons]) if reasons else ([_kernel(config, generation)], [])
+        if reasons:
+            return made, refused + [f"fa{generation}: {reason}" for reason in reasons]
+        return [*made, _kernel(config, generation)], refused
 
     @classmethod
     def _reasons(cls, config: "MLAPrefillSelectorConfig", generation: int) -> list[str]:

@@ -5,20 +5,36 @@ from typing import Any
 
 from mla_interop import lse as lse_convention
 from mla_interop.errors import MLAUnsupportedError
+from mla_interop.kernels.needs import NEEDS, NO_EMPTY_SEQUENCES, OUT_BUFFER, ZEROED_OUT, ZEROED_WORKSPACE, ActiveSequences, zeroed_workspace
 from mla_interop.lse import LSEBase, LSELayout
 
 
 def adapt(
-    attention: Callable[..., tuple[Any, Any]], *, is_causal: bool, pad_v: bool, lse_base: LSEBase = "e", lse_layout: LSELayout = "NT"
+    attention: Callable[..., tuple[Any, Any]],
+    *,
+    is_causal: bool,
+    pad_v: bool,
+    lse_base: LSEBase = "e",
+    lse_layout: LSELayout = "NT",
+    needs: frozenset[str] = frozenset(),
+    workspace_bytes: Callable[[int, int, int], int] | None = None,
 ) -> Callable[..., None]:
-    """A launch function (docs/architecture.md) from a function that allocates and returns its results.
+    """A launch function (docs/architecture.md) from a function that allocates and returns its results, or writes into what it is given.
 
     Args:
-        attention: ``(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, scale, is_causal) -> (out, lse)`` over torch tensors.
+        attention: ``(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, scale, is_causal) -> (out, lse)`` over torch tensors; with
+            ``out_buffer`` also ``out=``, which it then returns, and with ``zeroed_workspace`` also ``workspace=``.
         is_causal: The kernel's mask.
         pad_v: Whether V is padded with zeros to D, and out cut back: here and nowhere else (vllm#42642).
         lse_base, lse_layout: The package's convention, declared.
+        needs: What the kernel has to be given, of ``kernels.needs.NEEDS``.
+        workspace_bytes: Bytes of workspace for (B, N, max_q).
+
+    Raises:
+        ValueError: A need that nobody serves.
     """
+    if needs - NEEDS:
+        raise ValueError(f"needs: got {', '.join(sorted(needs - NEEDS))}; allowed: {', '.join(sorted(NEEDS))}.")
 
     def launch(
         q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, plan: Any, scratch: Any, out: Any, lse: Any, scale: float, max_q: int, max_k: int, finish: int
@@ -29,13 +45,32 @@ def adapt(
         if pad_v and head_dim != q.shape[2]:
             v = torch.nn.functional.pad(v, (0, q.shape[2] - head_dim))
         with torch.no_grad():
-            made = attention(q, k, v, cu_q, cu_k, max_q, max_k, scale, is_causal)
-            made_out, made_lse = _checked(made, (*out.shape[:2], v.shape[2]), lse_layout)
-            out.copy_(made_out[..., :head_dim])
-            if lse is not None:
-                lse.copy_(lse_convention.normalize(made_lse, lse_base, lse_layout))
+            if NO_EMPTY_SEQUENCES not in needs:
+                run(q, k, v, cu_q, cu_k, out, lse, max_q, max_k, scale, head_dim, None)
+            elif len(active := ActiveSequences.read(plan, cu_q)):
+                run(*active.pack(q, k, v), active.cu_q, active.cu_k, out, lse, max_q, max_k, scale, head_dim, active)
             if finish:
                 _finish(out, lse, cu_q, cu_k, is_causal)
+
+    def run(
+        q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, out: Any, lse: Any, max_q: int, max_k: int, scale: float, head_dim: int, active: ActiveSequences | None
+    ) -> None:
+        given = {}
+        if OUT_BUFFER in needs:
+            in_place = head_dim == v.shape[2] and not (active and active.gaps[0])
+            given["out"] = out if in_place else out.new_empty((*out.shape[:2], v.shape[2]))
+            if ZEROED_OUT in needs:
+                given["out"].zero_()
+        if ZEROED_WORKSPACE in needs:
+            given["workspace"] = zeroed_workspace(q.device, workspace_bytes(cu_q.shape[0] - 1, q.shape[1], max_q) if workspace_bytes else 1)
+        made = attention(q, k, v, cu_q, cu_k, max_q, max_k, scale, is_causal, **given)
+        made_out, made_lse = _checked(made, (*out.shape[:2], v.shape[2]), lse_layout)
+        if made_out is not out:
+            made_out = made_out[..., :head_dim]
+            out.copy_(active.unpack(made_out, 0) if active else made_out)
+        if lse is not None:
+            made_lse = lse_convention.normalize(made_lse, lse_base, lse_layout)
+            lse.copy_(active.unpack(made_lse, 1) if active else made_lse)
 
     return launch
 

@@ -8,7 +8,6 @@ import pytest
 import mla_interop
 from mla_interop.backends.base import Kernel
 from mla_interop.backends.registry import names
-from mla_interop.backends.registry import names
 from mla_interop.explain import Row, SelectionTable, copies_of
 from mla_interop.selector import explain
 
