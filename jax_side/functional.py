@@ -153,7 +153,8 @@ def _call_spec(call: Resolved, bound: Bound, rows_k: int) -> CallSpec:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _array_code(scale: float, is_causal: bool, attention: Any, q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[Any, Any]:
-    return attention(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, is_causal)
+    with jax.default_matmul_precision("highest"):  # float32 products would be TF32 on a GPU
+        return attention(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, is_causal)
 
 
 @functools.partial(jax.jit, static_argnums=(0,), inline=True)

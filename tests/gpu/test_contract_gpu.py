@@ -4,6 +4,7 @@ A kernel that cannot be had here must say so when it is named, which is asserted
 dtype and size have the other dtypes and sizes in the slow suite.
 """
 
+import fcntl
 import json
 import math
 import os
@@ -28,7 +29,7 @@ pytest.importorskip("jax")
 pytestmark = pytest.mark.gpu
 
 KERNELS = [f"FLASH_ATTN.{variant}" for variant in ("fa4", "fa4api", "fa3", "fa3vllm", "fa2", "fa2torch")]
-KERNELS += ["FLASHINFER.fa3", "FLASHINFER.fa2", "REFERENCE.xp"]
+KERNELS += ["FLASHINFER.fa3", "FLASHINFER.fa2", "CUDNN.graph", "REFERENCE.xp"]
 COMPILED_PER_SIZE = ("FLASH_ATTN.fa4", "FLASH_ATTN.fa4api", "FLASHINFER.fa3", "FLASHINFER.fa2")
 DEVICE = "cuda"
 
@@ -46,6 +47,16 @@ class Outcomes:
         for name, error in zip(("out_relative_error", "lse_absolute_error"), errors):
             row[name] = max(row[name], float(f"{error:.3g}"))
 
+    def include(self, others: dict[str, Any]) -> None:
+        """Add what another process found."""
+        for row in others["results"]:
+            mine = self.rows.setdefault((row["kernel"], row["framework"], row["dtype"]), {"cases": 0, "out_relative_error": 0.0, "lse_absolute_error": 0.0})
+            mine["cases"] += row["cases"]
+            for name in ("out_relative_error", "lse_absolute_error"):
+                mine[name] = max(mine[name], row[name])
+        for name, reasons in others["refused"].items():
+            self.refused[name] = sorted({*self.refused.get(name, []), *reasons})
+
     def to_dict(self) -> dict[str, Any]:
         jax = __import__("jax")
         versions = {"torch": torch.__version__, "jax": jax.__version__, "mla_interop": mla_interop.__version__}
@@ -61,7 +72,11 @@ def outcomes() -> Iterator[Outcomes]:
     yield collected
     path = os.environ.get("MLA_INTEROP_RESULTS")
     if path:
-        Path(path).write_text(json.dumps(collected.to_dict(), indent=1) + "\n")
+        with open(f"{path}.lock", "w") as lock:  # several pytest-xdist workers add to one file
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if Path(path).exists():
+                collected.include(json.loads(Path(path).read_text()))
+            Path(path).write_text(json.dumps(collected.to_dict(), indent=1) + "\n")
 
 
 def parameters(cases: list[Case]) -> list[Any]:
