@@ -50,6 +50,7 @@ bool WideInPlace(const View& v, int64_t cols) {
 
 // The additive bottom-right mask of a block of query rows: row i of the last r rows hides the last r - 1 - i columns.
 // A block of r rows that sees c keys takes the last r rows and c columns: one mask serves all blocks of all sequences.
+// It has no more rows than columns, or row 0 would hide columns that lie before its memory.
 class Mask {
  public:
   Mask(int64_t rows, int64_t cols, const View& like) : rows_(rows), cols_(cols), itemsize_(like.itemsize), dtype_(like.dtype) {
@@ -181,7 +182,9 @@ void Launch(TensorView q, TensorView k, TensorView v, TensorView cu_seqlens_q, T
     }
     if (!mask) {
       const int64_t afford = kMaskBytes / (cu_k.longest * queries.itemsize) / kTile * kTile;
-      mask.emplace(std::min(cu_q.longest, std::max(afford, kTile)), cu_k.longest, queries);
+      // Rows that see no key are gone, so that no block has more rows than keys, although a sequence may have more queries
+      // than any has keys (Dao-AILab/flash-attention#1778 is such a batch).
+      mask.emplace(std::min({cu_q.longest, cu_k.longest, std::max(afford, kTile)}), cu_k.longest, queries);
     }
     for (int64_t row = 0; row < len_q; row += mask->rows()) {
       const int64_t rows = std::min(mask->rows(), len_q - row), seen = len_k - len_q + row + rows;
