@@ -6,10 +6,14 @@ from mla_interop.backends.registry import MLAPrefillBackendEnum as MLAPrefillBac
 from mla_interop.backends.registry import register_mla_prefill_backend as register_mla_prefill_backend
 from mla_interop.backends.registry import unregister_mla_prefill_backend as unregister_mla_prefill_backend
 from mla_interop.capability import DeviceCapability as DeviceCapability
+from mla_interop.chunks import ContextShard as ContextShard
+from mla_interop.chunks import context_bucket as context_bucket
 from mla_interop.config import MLAPrefillConfig as MLAPrefillConfig
 from mla_interop.config import current_config as current_config
 from mla_interop.config import set_config as set_config
 from mla_interop.config import use_config as use_config
+from mla_interop.context import ContextMetadata as ContextMetadata
+from mla_interop.context import prepare_context_metadata as prepare_context_metadata
 from mla_interop.dimensions import MODELS as MODELS
 from mla_interop.dimensions import MLADimensions as MLADimensions
 from mla_interop.dimensions import is_deepseek_r1_mla_compatible as is_deepseek_r1_mla_compatible
@@ -29,3 +33,4 @@ from mla_interop.selector import select as select
 from mla_interop.sequences import PrefillMetadata as PrefillMetadata
 from mla_interop.sequences import prepare_metadata as prepare_metadata
 from mla_interop.version import __version__ as __version__
+from mla_interop.workspace import workspace_bytes as workspace_bytes
