@@ -3,9 +3,9 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from mla_interop.errors import MLAError
+from mla_interop.errors import MLAError, input_error
 
 try:
     import typer
@@ -13,11 +13,6 @@ except ImportError as error:
     sys.exit(f"mla-interop: the command needs typer and rich ({error}); install them with: pip install 'mla-interop[cli]'")
 
 app = typer.Typer(help="MLA prefill attention from PyTorch and from JAX, through one core.", no_args_is_help=True, add_completion=False)
-
-
-@app.callback()
-def commands() -> None:
-    """Keeps the name of a command required, even while there is only one."""
 
 
 @app.command()
@@ -49,6 +44,120 @@ def demo(
         console = Console()
         console.width = min(console.width, 100) if console.is_terminal else 100
         report.print(console)
+
+
+JSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def backends(
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/backends.md: all that is supported, whatever is installed.")] = False,
+    as_json: JSON = False,
+) -> None:
+    """Which backends there are, and what can serve DeepSeek's dimensions on this machine."""
+    from mla_interop import doctor, support
+
+    if markdown:
+        print(support.markdown(), end="")
+        return
+    tables = doctor.tables(doctor.gpus())
+    if as_json:
+        print(json.dumps([table.to_dict() for table in tables], indent=2))
+        return
+    for table in tables:
+        _print_table(table)
+
+
+@app.command()
+def explain(
+    model: Annotated[str, typer.Option(help="A model's name; an unknown one lists the known.")] = "deepseek-v3",
+    gpu: Annotated[
+        str | None, typer.Option(help="A GPU's name (h200, b200, rtx-5090, ...), a compute capability (9.0), or cpu. [default: this machine's]")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of q, k and v.")] = "bfloat16",
+    heads: Annotated[int | None, typer.Option(min=1, help="Heads on one device. [default: the model's]")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Query tokens of all sequences, for the choice by measured times.")] = None,
+    sequences: Annotated[int | None, typer.Option(min=1, help="Number of sequences, likewise.")] = None,
+    backend: Annotated[str | None, typer.Option(help="An explicit choice, or several with commas between.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="No causal mask: a context chunk.")] = False,
+    assume_installed: Annotated[bool, typer.Option("--assume-installed", help="Leave out what is missing on this machine.")] = False,
+    as_json: JSON = False,
+) -> None:
+    """Which backend is chosen for a problem, and why not the others. Needs no GPU."""
+    import contextlib
+
+    from mla_interop import installed, selector
+    from mla_interop.doctor import stated_target
+
+    known = _model(model)
+    config = selector.MLAPrefillSelectorConfig(
+        dtype=dtype,
+        dimensions=known.dimensions,
+        num_heads=heads or known.num_heads,
+        is_causal=not full,
+        num_tokens=tokens,
+        num_seqs=sequences,
+        **stated_target(gpu),
+    )
+    with installed.assume_installed() if assume_installed else contextlib.nullcontext():
+        table = selector.explain(config, backend.split(",") if backend else None)
+    if as_json:
+        print(json.dumps(table.to_dict(), indent=2))
+    else:
+        _print_table(table)
+
+
+@app.command()
+def doctor(as_json: JSON = False) -> None:
+    """Versions, GPUs, backends, settings and caches of this machine."""
+    from mla_interop import doctor
+
+    report = doctor.report()
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
+    console = _console()
+    for title, values in doctor.sections(report).items():
+        console.print(f"[bold]{title}[/bold]")
+        for name, value in values.items():
+            console.print(f"  {name:<24} {value}", markup=False)
+    for table in doctor.tables(doctor.gpus()):
+        _print_table(table)
+
+
+def _model(name: str) -> Any:
+    from mla_interop.dimensions import MODELS
+
+    if name not in MODELS:
+        raise input_error("model", repr(name), ", ".join(MODELS))
+    return MODELS[name]
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.width = min(console.width, 110) if console.is_terminal else 80
+    return console
+
+
+def _print_table(table: Any) -> None:
+    from rich.table import Table
+
+    shown = Table(title=table.problem, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name, fold in (("", False), ("backend", False), ("kernel", False), ("why", True)):
+        shown.add_column(name, no_wrap=not fold, overflow="fold")
+    for cells in table.cells():
+        shown.add_row(*map(_plain, cells))
+    console = _console()
+    console.print(shown)
+    console.print(_plain(f"order: {', '.join(table.order)}\n"))
+
+
+def _plain(text: str) -> Any:
+    from rich.text import Text
+
+    return Text(text)
 
 
 def main() -> None:

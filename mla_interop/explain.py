@@ -49,7 +49,7 @@ class SelectionTable:
     order: tuple[str, ...]
 
     def __str__(self) -> str:
-        head = f"MLA prefill, {self._problem()}"
+        head = f"MLA prefill, {self.problem}"
         lines = [f"{self._mark(row)} {row.backend:<14} {row.kind or '-':<9} {self._why(row)}" for row in self.rows]
         return "\n".join([head, *(textwrap.fill(line, _WIDTH, subsequent_indent=" " * 28, break_long_words=False, break_on_hyphens=False) for line in lines)])
 
@@ -57,7 +57,7 @@ class SelectionTable:
         cells = [[self._mark(row), row.backend, row.kind, ", ".join(row.copies), self._why(row)] for row in self.rows]
         body = "".join("<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
         header = "".join(f"<th>{title}</th>" for title in ("", "backend", "kernel", "copies", "why"))
-        return f"<table><caption>{html.escape(self._problem())}</caption><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table>"
+        return f"<table><caption>{html.escape(self.problem)}</caption><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table>"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -77,9 +77,15 @@ class SelectionTable:
         lines += [f"  {name}: could, but is not in the order that was set ({', '.join(self.order)})" for name in left_out]
         others = [row.backend for row in self.rows if row.valid and row.backend in self.order and row.backend not in self.explicit]
         advice = f"\nCould serve it: {', '.join(others)} (fallback=True chooses automatically)." if self.explicit and others else ""
-        return "\n".join([f"{asked} {self._problem()}:", *lines]) + advice
+        return "\n".join([f"{asked} {self.problem}:", *lines]) + advice
 
-    def _problem(self) -> str:
+    def cells(self) -> list[tuple[str, str, str, str]]:
+        """A row for each backend: its mark, its name, its kernel's kind, and why."""
+        return [(self._mark(row), row.backend, row.kind, self._why(row)) for row in self.rows]
+
+    @property
+    def problem(self) -> str:
+        """The problem in words."""
         config = self.config
         where = config.device_type if config.capability is None else f"{config.device_type} {config.capability}"
         mask = "causal" if config.is_causal else "full"

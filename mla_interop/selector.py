@@ -5,6 +5,8 @@ with what was found and what is allowed. A choice is cached under everything it 
 """
 
 import functools
+import math
+import re
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +39,8 @@ class MLAPrefillSelectorConfig:
         scale: The softmax scale, where known: some kernels are wrong for scales that are negative or nearly 0.
         num_sms: Multiprocessors of the target, for work lists; None: as on device 0.
         flash_attn_version: 2, 3 or 4: the only generation that FLASH_ATTN may use; None: ``MLA_INTEROP_FLASH_ATTN_VERSION``, else any.
+        num_tokens, num_seqs: T and B, where known, for the choice by measured times. Kept as the nearest power of two (on a logarithmic scale), so
+            that batches of about one size get one kernel. 0 counts as unknown.
     """
 
     dtype: str = "bfloat16"
@@ -50,6 +54,8 @@ class MLAPrefillSelectorConfig:
     scale: float | None = None
     num_sms: int | None = None
     flash_attn_version: int | None = None
+    num_tokens: int | None = None
+    num_seqs: int | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -58,11 +64,35 @@ class MLAPrefillSelectorConfig:
             raise input_error("flash_attn_version", repr(self.flash_attn_version), "2, 3, 4 or None")
         if self.device_type not in ("cpu", "cuda"):
             raise input_error("device_type", repr(self.device_type), "'cpu' or 'cuda'")
+        for name in ("num_tokens", "num_seqs"):
+            size = getattr(self, name)
+            object.__setattr__(self, name, 1 << round(math.log2(size)) if size else None)
         capability = self.capability
         if capability is not None:
             object.__setattr__(self, "capability", DeviceCapability.parse(capability))
         elif self.device_type == "cuda":
             object.__setattr__(self, "capability", device_capability("cuda"))
+
+    @classmethod
+    def of_kernel_name(cls, name: str) -> "MLAPrefillSelectorConfig":
+        """A configuration that has the kernel of that name, as :meth:`kernel_name` makes it.
+
+        Raises:
+            MLAInputError: It is no name of a kernel.
+        """
+        match = re.fullmatch(r"[A-Z0-9_]+\.\w+\.(cpu|cuda|sm_(\d+)(\d))\.(\w+)\.(\d+)x(\d+)\.(causal|full)\.(lse|nolse)", name)
+        if match is None:
+            raise input_error("kernel", repr(name), "BACKEND.variant.arch.dtype.DxV.mask.lse")
+        arch, major, minor, dtype, qk_head_dim, v_head_dim, mask, lse = match.groups()
+        return cls(
+            dtype=dtype,
+            dimensions=MLADimensions.from_head_dims(int(qk_head_dim), int(v_head_dim)),
+            num_heads=1,
+            device_type="cpu" if arch == "cpu" else "cuda",
+            capability=DeviceCapability(int(major), int(minor)) if major else None,
+            is_causal=mask == "causal",
+            needs_lse=lse == "lse",
+        )
 
     def kernel_name(self, backend: str, variant: str) -> str:
         """The one form of kernel names: ``BACKEND.variant.arch.dtype.DxV.mask.lse``."""
@@ -183,6 +213,23 @@ def kernels_of(name: str, config: MLAPrefillSelectorConfig) -> list[Kernel]:
     """The kernels that a name as ``parse_names`` gives it stands for: all of a backend's, or the one after the dot."""
     variant = name.partition(".")[2]
     return [kernel for kernel in backend_class(name).kernels(config)[0] if variant in ("", kernel.variant)]
+
+
+def kernel_named(name: str) -> Kernel:
+    """The kernel of that name, as another process had it; it is not loaded yet.
+
+    Raises:
+        MLAInputError: It is no name of a kernel, or of an unknown backend.
+        MLAUnavailableError: This machine cannot have it; with the reasons.
+    """
+    config = MLAPrefillSelectorConfig.of_kernel_name(name)
+    cls = backend_class(parse_names("kernel", name.partition(".")[0])[0])
+    reasons = cls.validate_configuration(config)
+    made, refused = ([], reasons) if reasons else cls.kernels(config)
+    kernel = next((kernel for kernel in made if kernel.name == name), None)
+    if kernel is None:
+        raise MLAUnavailableError(f"kernel {name} cannot be had on this machine: {'; '.join(refused) or 'there are ' + ', '.join(k.name for k in made)}")
+    return kernel
 
 
 def _hashable(backend: Any) -> Any:

@@ -43,6 +43,13 @@ def _resolve(name: str) -> object:
     return function
 
 
+def _load_kernel(name: str) -> None:
+    from mla_interop.backends.base import KERNEL_PREFIX
+    from mla_interop.selector import kernel_named
+
+    kernel_named(name.removeprefix(KERNEL_PREFIX)).register()
+
+
 def _collect_garbage() -> None:
     gc.collect()
 
@@ -60,6 +67,7 @@ def library() -> ctypes.CDLL:
     path = compile_cpp("xla_call", ["xla_call.cc"], flags=["-isystem", jax.ffi.include_dir()], depends={"jaxlib": package_version("jaxlib")})
     try:
         tvm_ffi.load_module(str(path)).set_python(_resolve, _collect_garbage)
+        tvm_ffi.register_global_func(LOAD_KERNEL, _load_kernel, override=True)
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise MLABuildError(f"cannot load the XLA handler {path}: {error}") from error

@@ -1,0 +1,111 @@
+"""What is here: versions, GPUs, backends with the reasons why they cannot serve, settings and caches. Imports no package that may be broken."""
+
+import ctypes
+import os
+import platform
+import shutil
+from typing import Any
+
+from mla_interop.capability import KNOWN_GPUS, DeviceCapability, DeviceProperties, device_properties
+from mla_interop.config import ENVIRONMENT
+from mla_interop.dimensions import DEEPSEEK_R1
+from mla_interop.errors import MLAError, input_error
+from mla_interop.explain import SelectionTable
+from mla_interop.kernels.build import cache_dir, find_nvcc, package_version
+from mla_interop.selector import MLAPrefillSelectorConfig, explain
+from mla_interop.version import __version__
+
+DISTRIBUTIONS = {
+    "frameworks": ("numpy", "torch", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin"),
+    "CUDA": ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
+    "kernels": ("flash-attn-4", "flash-attn", "flashinfer-python", "nvidia-cudnn-frontend", "tokenspeed-mla", "nvidia-cutlass-dsl", "quack-kernels", "triton"),
+    "calls": ("apache-tvm-ffi", "jax-tvm-ffi"),
+}
+
+
+def gpus() -> list[DeviceProperties]:
+    """The CUDA devices of this machine; none where there is no driver."""
+    found: list[DeviceProperties] = []
+    try:
+        while True:
+            found.append(device_properties(len(found)))
+    except MLAError:
+        return found
+
+
+def report() -> dict[str, Any]:
+    """Everything that an answer to "why does it not work here" needs, as plain data.
+
+    Returns:
+        ``version``, ``python``, ``platform``; ``packages`` by group, name to version (``"none"``: not installed); ``tools``; ``gpus``; ``backends``:
+        one ``SelectionTable.to_dict`` for each kind of device here, for DeepSeek's dimensions; ``settings``; ``cache``.
+    """
+    devices = gpus()
+    return {
+        "version": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {group: {name: package_version(name) for name in distributions} for group, distributions in DISTRIBUTIONS.items()},
+        "tools": {"CUDA driver": driver_version(), "nvcc": find_nvcc() or "none", "C++ compiler": shutil.which(os.environ.get("CXX", "g++")) or "none"},
+        "gpus": [{"name": gpu.name, "capability": str(gpu.capability), "num_sms": gpu.num_sms} for gpu in devices],
+        "backends": [table.to_dict() for table in tables(devices)],
+        "settings": {variable: os.environ[variable] for variable in (*ENVIRONMENT.values(), "MLA_INTEROP_CACHE", "CXX", "CUDA_HOME") if variable in os.environ},
+        "cache": cache(),
+    }
+
+
+def tables(devices: list[DeviceProperties]) -> list[SelectionTable]:
+    """What can serve DeepSeek's dimensions in bfloat16 here: on each kind of GPU, and on the CPU."""
+    kinds = dict.fromkeys((gpu.capability, gpu.num_sms) for gpu in devices)
+    configs = [MLAPrefillSelectorConfig(dimensions=DEEPSEEK_R1, num_heads=16, capability=capability, num_sms=num_sms) for capability, num_sms in kinds]
+    return [explain(config) for config in (*configs, MLAPrefillSelectorConfig(dimensions=DEEPSEEK_R1, num_heads=16, device_type="cpu"))]
+
+
+def stated_target(gpu: str | None) -> dict[str, Any]:
+    """Settings of a selector configuration for a GPU by name, a compute capability, ``"cpu"``, or (None) what this machine has.
+
+    Raises:
+        MLAInputError: The name is unknown.
+    """
+    here = gpus()[:1] if gpu is None else []
+    if gpu == "cpu" or gpu is None and not here:
+        return {"device_type": "cpu"}
+    if gpu is not None and gpu.lower() in KNOWN_GPUS:
+        here = [KNOWN_GPUS[gpu.lower()]]
+    if here:
+        return {"capability": here[0].capability, "num_sms": here[0].num_sms}
+    try:
+        return {"capability": DeviceCapability.parse(gpu or "")}
+    except MLAError:
+        raise input_error("gpu", repr(gpu), f"{', '.join(KNOWN_GPUS)}, a compute capability such as 9.0, or cpu") from None
+
+
+def sections(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What :func:`report` found but for the backends, as titled lists of names and values, for people."""
+    head = {"mla-interop": found["version"], "Python": found["python"], "platform": found["platform"]}
+    devices = {f"GPU {index}": f"{gpu['name']}, {gpu['capability']}, {gpu['num_sms']} SMs" for index, gpu in enumerate(found["gpus"])} or {"GPU": "none"}
+    cached = found["cache"]
+    kept = f"{cached['folder']}, {cached['files']} files, {cached['mib']} MiB{'' if cached['writable'] else ', cannot be written'}"
+    return {
+        "machine": {**head, **devices, **found["tools"]},
+        **found["packages"],
+        "settings": found["settings"] or {"none": ""},
+        "cache": {"folder": kept},
+    }
+
+
+def driver_version() -> str:
+    """The newest CUDA that the driver can run, as in ``"13.0"``, or ``"none"``."""
+    try:
+        driver, answer = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
+    except OSError:
+        return "none"
+    return f"{answer.value // 1000}.{answer.value % 1000 // 10}" if driver.cuDriverGetVersion(ctypes.byref(answer)) == 0 else "none"
+
+
+def cache() -> dict[str, Any]:
+    """The folder of built kernels: where it is, whether it can be written, and how much is in it."""
+    folder = cache_dir()
+    nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    files = [path.stat().st_size for path in folder.iterdir() if path.is_file()] if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK) else []
+    return {"folder": str(folder), "writable": os.access(nearest, os.W_OK), "files": len(files), "mib": round(sum(files) / 2**20, 1)}
