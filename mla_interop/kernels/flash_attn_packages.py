@@ -19,6 +19,7 @@ from mla_interop.errors import MLAUnavailableError
 from mla_interop.installed import IMPORT_SECONDS, missing, within
 from mla_interop.kernels import torch_call
 from mla_interop.kernels.build import package_version
+from mla_interop.kernels.signatures import require, signature_of
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ class Package:
         """The launch function. Any exception on import, of whatever type, becomes a reason (oumi#2586)."""
         try:
             attention = within(IMPORT_SECONDS, f"importing {self.module}", self.open)
+        except MLAUnavailableError:
+            raise
         except Exception as error:
             raise MLAUnavailableError(f"{self.distribution} is installed but cannot be used: {type(error).__name__}: {error}") from error
         return torch_call.adapt(attention, is_causal=is_causal, pad_v=self.pads_v)
@@ -92,8 +95,13 @@ def _findable(module: str) -> bool:
     return spec is not None
 
 
+# What the varlen functions of FlashAttention 3 and 4 are given by name.
+_BY_NAME = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal")
+
+
 def _open_fa4() -> Callable[..., tuple[Any, Any]]:
     function = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
+    require(function, f"flash_attn.cute.flash_attn_varlen_func of flash-attn-4 {package_version('flash-attn-4')}", ("q", "k", "v"), (*_BY_NAME, "return_lse"))
 
     def attention(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, scale: float, is_causal: bool) -> tuple[Any, Any]:
         # By keyword: its fourth positional argument is another one than FA2's and FA3's.
@@ -106,6 +114,7 @@ def _open_fa4() -> Callable[..., tuple[Any, Any]]:
 
 def _open_fa3() -> Callable[..., tuple[Any, Any]]:
     function = importlib.import_module("flash_attn_interface").flash_attn_varlen_func
+    require(function, "flash_attn_interface.flash_attn_varlen_func (FlashAttention-3)", ("q", "k", "v"), (*_BY_NAME, "return_attn_probs"))
 
     def attention(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, scale: float, is_causal: bool) -> tuple[Any, Any]:
         return function(
@@ -124,28 +133,35 @@ def _open_vllm_fa3() -> Callable[..., tuple[Any, Any]]:
         raise MLAUnavailableError("no _vllm_fa3_C library on the import path")
     torch.ops.load_library(path)
     operator = torch.ops._vllm_fa3_C.fwd.default
-    # The schema's parameters have no defaults: every one that is not ours is None, or its neutral value.
-    neutral = {
-        "window_size_left": -1,
-        "window_size_right": -1,
-        "attention_chunk": 0,
-        "softcap": 0.0,
-        "rotary_interleaved": False,
-        "is_rotary_interleaved": False,
-        "num_splits": 1,
-        "sm_margin": 0,
-        "cp_world_size": 1,
-        "cp_rank": 0,
-    }
-    order = [argument.name for argument in operator._schema.arguments]
+    order = list(signature_of(operator).parameters)
+    require(operator, "torch.ops._vllm_fa3_C.fwd (FlashAttention-3 of vLLM)", (), (*_VLLM_GIVEN, *(name for name in order if name in _VLLM_NEUTRAL)))
 
     def attention(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, scale: float, is_causal: bool) -> tuple[Any, Any]:
-        given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
-        given |= {"softmax_scale": scale, "is_causal": is_causal, "causal": is_causal}
-        out, lse, *_ = operator(*[given.get(name, neutral.get(name)) for name in order])
+        given: dict[str, Any] = dict(zip(_VLLM_GIVEN, (q, k, v, cu_q, cu_k, max_q, max_k, scale, is_causal), strict=True))
+        out, lse, *_ = operator(*[given.get(name, _VLLM_NEUTRAL.get(name)) for name in order])
         return out, lse
 
     return attention
+
+
+# The operator's parameters have no defaults, and differ from version to version: this is what each one that is not ours gets.
+_VLLM_GIVEN: tuple[str, ...] = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "is_causal")
+_VLLM_ABSENT = (
+    "k_new v_new q_v out cu_seqlens_k_new seqused_q seqused_k page_table kv_batch_idx leftpad_k rotary_cos rotary_sin seqlens_rotary q_descale k_descale "
+    "v_descale o_scale scheduler_metadata pack_gqa s_aux cp_tot_seqused_k"
+).split()
+_VLLM_NEUTRAL: dict[str, Any] = dict.fromkeys(_VLLM_ABSENT) | {
+    "window_size_left": -1,
+    "window_size_right": -1,
+    "attention_chunk": 0,
+    "softcap": 0.0,
+    "rotary_interleaved": False,
+    "is_rotary_interleaved": False,
+    "num_splits": 1,
+    "sm_margin": 0,
+    "cp_world_size": 1,
+    "cp_rank": 0,
+}
 
 
 def _vllm_library() -> str | None:
@@ -159,6 +175,9 @@ def _vllm_library() -> str | None:
 
 def _open_fa2() -> Callable[..., tuple[Any, Any]]:
     function = importlib.import_module("flash_attn").flash_attn_varlen_func
+    positional = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    what = f"flash_attn.flash_attn_varlen_func of flash-attn {package_version('flash-attn')}"
+    require(function, what, positional, ("softmax_scale", "causal", "return_attn_probs"))
 
     def attention(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, scale: float, is_causal: bool) -> tuple[Any, Any]:
         out, lse, _ = function(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale, causal=is_causal, return_attn_probs=True)
@@ -171,6 +190,8 @@ def _open_torch_fa2() -> Callable[..., tuple[Any, Any]]:
     import torch
 
     function = torch.ops.aten._flash_attention_forward.default
+    positional = ("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "return_debug_mask")
+    require(function, f"aten::_flash_attention_forward of torch {torch.__version__}", positional, ("scale",))
 
     def attention(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, scale: float, is_causal: bool) -> tuple[Any, Any]:
         out, lse, *_ = function(q, k, v, cu_q, cu_k, max_q, max_k, 0.0, is_causal, False, scale=scale)
