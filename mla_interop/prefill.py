@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mla_interop.backends.base import Kernel, MLAPrefillBackend
+from mla_interop.backends.base import CallShape, Kernel, MLAPrefillBackend
 from mla_interop.backends.registry import parse_names
 from mla_interop.capability import device_capability, device_properties
 from mla_interop.config import environment_key
@@ -64,6 +64,8 @@ class Resolved:
         out_shape, lse_shape: ``(T, N, V)`` and ``(N, T)``.
         scale: The softmax scale.
         copies: Which of q, k, v the frontend has to make contiguous for this kernel.
+        strides: Row and head strides with which q, k and v reach the kernel, in elements.
+        device_index: Index of their device.
         empty: Whether there is nothing to launch: no query row, no key, no head or no sequence. Then out is 0 and lse -inf.
     """
 
@@ -72,6 +74,8 @@ class Resolved:
     lse_shape: tuple[int, int]
     scale: float
     copies: tuple[bool, bool, bool]
+    strides: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
+    device_index: int
     empty: bool
     options: Options
 
@@ -136,7 +140,9 @@ def _resolve(q: TensorSpec, k: TensorSpec, v: TensorSpec, options: Options, num_
     backend = select(config, options.backend, options.fallback)
     copies = tuple(_needs_copy(name, spec, backend.kernel) for name, spec in zip("qkv", (q, k, v), strict=True))
     empty = not (tokens and k.shape[0] and heads and num_seqs)
-    return Resolved(backend, (tokens, heads, v.shape[2]), (heads, tokens), scale, copies, empty, options)  # pyright: ignore[reportArgumentType]
+    strides = tuple(_outer_strides(spec, copy) for spec, copy in zip((q, k, v), copies, strict=True))
+    shapes = (tokens, heads, v.shape[2]), (heads, tokens)
+    return Resolved(backend, *shapes, scale, copies, strides, q.device_index, empty, options)  # pyright: ignore[reportArgumentType]
 
 
 def bind(call: Resolved, metadata: PrefillMetadata, num_tokens_k: int, exact: bool) -> Bound:
@@ -168,8 +174,13 @@ def bind(call: Resolved, metadata: PrefillMetadata, num_tokens_k: int, exact: bo
     finish = FINISH_TAIL * tail + FINISH_EMPTY_ROWS * (empties and not call.kernel.native_empty_rows)
     if call.kernel.plan is not None and not call.empty and readable:
         metadata = call.backend.with_plan(_with_rows(metadata, tokens))
-    scratch = call.kernel.scratch_floats(tokens, call.out_shape[1], call.options.return_lse)
-    return Bound(metadata, max_q, max_k, finish, readable, scratch, call.empty or readable == 0)
+    empty = call.empty or readable == 0
+    if call.kernel.prepare is None or empty:
+        scratch = call.kernel.scratch_floats(tokens, call.out_shape[1], call.options.return_lse)
+    else:
+        shape = CallShape(tokens, readable, bounds.num_seqs, max_q, max_k, call.options.return_lse, call.device_index, call.strides)
+        scratch = call.kernel.prepare(shape)
+    return Bound(metadata, max_q, max_k, finish, readable, scratch, empty)
 
 
 def metadata_for(
@@ -284,6 +295,12 @@ def _needs_copy(name: str, spec: TensorSpec, kernel: Kernel) -> bool:
     outer = [stride for extent, stride in zip(spec.shape[:2], spec.strides[:2], strict=True) if extent > 1]
     # A stride of 0 (a broadcast head) never reaches a kernel (sglang#20598); vector loads need 16-byte multiples.
     return any(stride <= 0 or (spec.device_type == "cuda" and stride % multiple) for stride in outer) or not spec.aligned
+
+
+def _outer_strides(spec: TensorSpec, copied: bool) -> tuple[int, int]:
+    if spec.strides is None or copied:
+        return spec.shape[1] * spec.shape[2], spec.shape[2]
+    return spec.strides[0], spec.strides[1]
 
 
 _WIDTHS = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32, "float64": np.uint64}

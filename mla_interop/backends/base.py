@@ -4,7 +4,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,28 @@ KERNEL_PREFIX = "mla_interop.kernel."
 KernelKind = Literal["compiled", "python", "array"]
 
 
+class CallShape(NamedTuple):
+    """What a launch will get, as far as it is known before: a kernel may prepare for it.
+
+    Attributes:
+        num_tokens_q, num_tokens_k: Rows of q, and of k and v.
+        num_seqs: B.
+        max_seqlen_q, max_seqlen_k: Upper bounds of one sequence's length.
+        needs_lse: Whether lse is wanted.
+        device_index: Of the device; inside a traced program, of the one that stands for all.
+        strides: Row and head strides of q, k and v, in elements.
+    """
+
+    num_tokens_q: int
+    num_tokens_k: int
+    num_seqs: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    needs_lse: bool
+    device_index: int
+    strides: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Kernel:
     """One kernel: what it needs, declared as data, and how to get its launch function. Making one compiles and imports nothing.
@@ -36,6 +58,7 @@ class Kernel:
             frontend makes a contiguous copy where it has to, and ``explain`` says so.
         native_empty_rows: Whether it gives out 0 and lse -inf to rows without a key by itself, without ``finish`` bit 2.
         scratch_floats: float32 elements of scratch for (T, N, lse wanted).
+        prepare: In place of ``scratch_floats``, where more decides: called when a call is prepared, and may build what the launch needs on the device.
         plan: Makes the work list from host lengths, (lengths, T, N) -> uint8 array; None if the kernel needs none.
         cuda_graph: Whether a launch can be captured: no host reads, no allocation.
         out_dtype: Dtype of out, where it is not that of q: kernels for 8-bit inputs write 16 bits.
@@ -49,6 +72,7 @@ class Kernel:
     strided: frozenset[str] = frozenset()
     native_empty_rows: bool = True
     scratch_floats: Callable[[int, int, bool], int] = field(default=lambda tokens, heads, lse: 0)
+    prepare: Callable[[CallShape], int] | None = None
     plan: Callable[[HostLengths, int, int], np.ndarray] | None = None
     cuda_graph: bool = False
     out_dtype: str | None = None

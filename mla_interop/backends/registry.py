@@ -25,6 +25,7 @@ class MLAPrefillBackendEnum(enum.Enum):
 
     FLASH_ATTN = "mla_interop.backends.flash_attn:FlashAttnBackend"
     FLASHINFER = "mla_interop.backends.flashinfer:FlashInferBackend"
+    CUDNN = "mla_interop.backends.cudnn:CudnnBackend"
     TRTLLM_RAGGED = "mla_interop.backends.trtllm_ragged:TRTLLMRaggedBackend"
     TOKENSPEED_MLA = "mla_interop.backends.tokenspeed_mla:TokenSpeedMLABackend"
     CPU_SDPA = "mla_interop.backends.cpu_sdpa:CPUSDPABackend"
@@ -37,8 +38,8 @@ class MLAPrefillBackendEnum(enum.Enum):
 
 # Preferred first. Keys: a compute capability's major version, or a device without one.
 ORDERS: dict[str, tuple[str, ...]] = {
-    "10": ("TRTLLM_RAGGED", "FLASHINFER", "FLASH_ATTN", "TOKENSPEED_MLA", "REFERENCE"),
-    "9": ("FLASH_ATTN", "FLASHINFER", "REFERENCE"),
+    "10": ("TRTLLM_RAGGED", "FLASHINFER", "CUDNN", "FLASH_ATTN", "TOKENSPEED_MLA", "REFERENCE"),
+    "9": ("FLASH_ATTN", "FLASHINFER", "CUDNN", "REFERENCE"),
     "8": ("FLASH_ATTN", "FLASHINFER", "REFERENCE"),
     "12": ("FLASH_ATTN", "FLASHINFER", "REFERENCE"),
     "cuda": ("FLASH_ATTN", "FLASHINFER", "REFERENCE"),

@@ -144,7 +144,15 @@ def find_nvcc() -> str | None:
     return next((path for name in [*named, "nvcc", "/usr/local/cuda/bin/nvcc"] if (path := shutil.which(name))), None)
 
 
-def compile_cuda(name: str, sources: Sequence[str], arch: str, *, flags: Sequence[str] = (), depends: Mapping[str, str] | None = None) -> Path:
+def compile_cuda(
+    name: str,
+    sources: Sequence[str],
+    arch: str,
+    *,
+    flags: Sequence[str] = (),
+    include: Sequence[str] = (),
+    depends: Mapping[str, str] | None = None,
+) -> Path:
     """Compile first-party CUDA C++ from ``csrc/`` against TVM FFI and the static CUDA runtime; return the library's (cached) path.
 
     Neither the library nor its key names a path of this machine: a cache that was filled elsewhere serves a machine without nvcc.
@@ -154,13 +162,13 @@ def compile_cuda(name: str, sources: Sequence[str], arch: str, *, flags: Sequenc
         sources: File names under ``csrc/``.
         arch: The one architecture to compile for, as in ``"90a"``.
         flags: Further flags of nvcc.
+        include: Further include folders, searched last; ``depends`` says which versions they hold.
         depends: Versions of whatever the result depends on besides the sources and TVM FFI.
 
     Raises:
         MLABuildError: There is no nvcc, or it failed.
     """
-    command = ["-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall", "-cudart=static", *flags]
-    command += [f"-gencode=arch=compute_{arch},code=sm_{arch}"]
+    command = _cuda_command(arch, flags)
 
     def build(out: Path) -> None:
         from tvm_ffi import libinfo
@@ -168,10 +176,21 @@ def compile_cuda(name: str, sources: Sequence[str], arch: str, *, flags: Sequenc
         nvcc = find_nvcc()
         if nvcc is None:
             raise MLABuildError(f"cannot build {name}: no nvcc under CUDA_HOME, CUDA_PATH or /usr/local/cuda, nor on PATH; install the CUDA toolkit.")
-        paths = [f"-I{path}" for path in libinfo.include_paths()] + [str(SOURCES / source) for source in sources]
+        paths = [f"-I{path}" for path in libinfo.include_paths()] + [f"-Xcompiler=-idirafter,{path}" for path in include]
+        paths += [str(SOURCES / source) for source in sources]
         run_tool([nvcc, *command, *paths, f"-L{Path(libinfo.find_libtvm_ffi()).parent}", "-ltvm_ffi", "-o", str(out)], name)
 
     return cached(name, _key(command, sources, depends), build)
+
+
+def is_cuda_built(name: str, sources: Sequence[str], arch: str, *, flags: Sequence[str] = (), depends: Mapping[str, str] | None = None) -> bool:
+    """Whether :func:`compile_cuda` would find its library in the cache."""
+    return cached_path(name, _key(_cuda_command(arch, flags), sources, depends)).exists()
+
+
+def _cuda_command(arch: str, flags: Sequence[str]) -> list[str]:
+    command = ["-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall", "-cudart=static", *flags]
+    return [*command, f"-gencode=arch=compute_{arch},code=sm_{arch}"]
 
 
 def _key(command: Sequence[str], sources: Sequence[str], depends: Mapping[str, str] | None) -> dict[str, object]:

@@ -1,6 +1,6 @@
-// What is left to do after a kernel that writes its log-sum-exp in base 2 as [rows, heads]: the natural logarithm as
+// What is left to do after a kernel that writes its log-sum-exp as [rows, heads], in base 2 or e: the natural logarithm as
 // [heads, rows], and the fills that the ABI promises (docs/architecture.md, `finish`). One launch, one pass over lse; out is
-// written only where a row is filled, and read nowhere.
+// written only where a row is filled, and read nowhere. A kernel that writes into lse itself has only the fills left.
 #include <cuda_runtime.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
@@ -21,7 +21,8 @@ constexpr float kLn2 = 0.693147180559945309f;
 struct Problem {
   const int32_t* cu_q;
   const int32_t* cu_k;
-  const float* native_lse;  // [rows, heads], base 2, or null
+  const float* native_lse;  // [rows, heads], or null where the kernel has written lse
+  float to_natural;         // factor of the native logarithm
   float* lse;               // [heads, rows], base e, or null
   uint4* out;               // [rows, heads, words of 16 bytes]
   int64_t rows, heads, words;
@@ -49,15 +50,15 @@ __global__ void __launch_bounds__(kSide* kWarps) finish_kernel(const Problem p) 
   const int lane = threadIdx.x, warp = threadIdx.y;
   const int64_t first_row = int64_t{blockIdx.x} * kSide, first_head = int64_t{blockIdx.y} * kSide;
   if (warp == 0) filled[lane] = (p.tail || p.blind_rows) && first_row + lane < p.rows && is_filled(p, first_row + lane);
-  if (p.lse != nullptr) {
+  if (p.native_lse != nullptr) {
     for (int row = warp; row < kSide; row += kWarps) {
       if (first_row + row < p.rows && first_head + lane < p.heads) tile[row][lane] = p.native_lse[(first_row + row) * p.heads + first_head + lane];
     }
   }
   __syncthreads();
-  if (p.lse != nullptr && first_row + lane < p.rows) {
+  if (p.lse != nullptr && first_row + lane < p.rows && (p.native_lse != nullptr || filled[lane])) {
     for (int head = warp; head < kSide && first_head + head < p.heads; head += kWarps)
-      p.lse[(first_head + head) * p.rows + first_row + lane] = filled[lane] ? -INFINITY : tile[lane][head] * kLn2;
+      p.lse[(first_head + head) * p.rows + first_row + lane] = filled[lane] ? -INFINITY : tile[lane][head] * p.to_natural;
   }
   const int64_t words = min(int64_t{kSide}, p.heads - first_head) * p.words;
   for (int row = 0; row < kSide; ++row) {
@@ -67,8 +68,10 @@ __global__ void __launch_bounds__(kSide* kWarps) finish_kernel(const Problem p) 
   }
 }
 
-void finish(TensorView cu_q, TensorView cu_k, Optional<TensorView> native_lse, TensorView out, Optional<TensorView> lse, int64_t bits, bool causal) {
+void launch(TensorView cu_q, TensorView cu_k, Optional<TensorView> native_lse, float to_natural, TensorView out, Optional<TensorView> lse, int64_t bits,
+            bool causal) {
   Problem p{};
+  p.to_natural = to_natural;
   p.cu_q = static_cast<const int32_t*>(cu_q.data_ptr());
   p.cu_k = static_cast<const int32_t*>(cu_k.data_ptr());
   p.batch = static_cast<int>(cu_q.size(0) - 1);
@@ -77,11 +80,8 @@ void finish(TensorView cu_q, TensorView cu_k, Optional<TensorView> native_lse, T
   p.tail = (bits & kTail) != 0;
   p.blind_rows = (bits & kBlindRows) != 0;
   p.causal = causal;
-  if (lse.has_value()) {
-    if (!native_lse.has_value()) TVM_FFI_THROW(RuntimeError) << "lse is wanted, but there is none to convert";
-    p.native_lse = static_cast<const float*>(native_lse.value().data_ptr());
-    p.lse = static_cast<float*>(lse.value().data_ptr());
-  }
+  if (lse.has_value()) p.lse = static_cast<float*>(lse.value().data_ptr());
+  if (lse.has_value() && native_lse.has_value()) p.native_lse = static_cast<const float*>(native_lse.value().data_ptr());
   const int64_t head_bytes = out.size(2) * out.dtype().bits / 8;
   if (head_bytes % sizeof(uint4) != 0 || reinterpret_cast<uintptr_t>(out.data_ptr()) % sizeof(uint4) != 0)
     TVM_FFI_THROW(RuntimeError) << "out: heads of " << head_bytes << " bytes; allowed: multiples of 16 bytes, aligned to 16";
@@ -95,6 +95,17 @@ void finish(TensorView cu_q, TensorView cu_k, Optional<TensorView> native_lse, T
   TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
 }
 
+// After a kernel whose log-sum-exp is in base 2.
+void finish(TensorView cu_q, TensorView cu_k, Optional<TensorView> native_lse, TensorView out, Optional<TensorView> lse, int64_t bits, bool causal) {
+  if (lse.has_value() && !native_lse.has_value()) TVM_FFI_THROW(RuntimeError) << "lse is wanted, but there is none to convert";
+  launch(cu_q, cu_k, native_lse, kLn2, out, lse, bits, causal);
+}
+
+// After a kernel whose log-sum-exp is natural, and is in lse already where there is no native one.
+void finish_natural(TensorView cu_q, TensorView cu_k, Optional<TensorView> native_lse, TensorView out, Optional<TensorView> lse, int64_t bits, bool causal) {
+  launch(cu_q, cu_k, native_lse, 1.0f, out, lse, bits, causal);
+}
+
 int64_t num_sms(int64_t device_id) {
   int count = 0;
   TVM_FFI_CHECK_CUDA_ERROR(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, static_cast<int>(device_id)));
@@ -104,4 +115,5 @@ int64_t num_sms(int64_t device_id) {
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(finish, finish);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(finish_natural, finish_natural);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(num_sms, num_sms);
