@@ -3,6 +3,8 @@
 import ctypes
 import importlib
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,14 +12,17 @@ import oracle
 import pytest
 import tvm_ffi
 
-from mla_interop.backends.base import CallShape
+from mla_interop import prefill
+from mla_interop.backends.base import CallShape, Kernel
 from mla_interop.backends.registry import order_for
 from mla_interop.capability import DeviceCapability
 from mla_interop.dimensions import MLADimensions
 from mla_interop.errors import MLAUnavailableError
+from mla_interop.exchange import TensorSpec
 from mla_interop.installed import assume_installed
 from mla_interop.kernels import cudnn_graph
 from mla_interop.selector import MLAPrefillSelectorConfig, explain
+from mla_interop.sequences import prepare_metadata
 
 HEADS, DIM, DIM_V, NOPE = 3, 192, 128, 64
 LENGTHS = ((0, 7), (5, 5), (6, 0), (9, 4), (3, 11), (0, 0), (2, 2))  # queries and keys of each sequence: 7 of them, planned as 8
@@ -177,6 +182,23 @@ def test_a_prepared_call_has_the_key_and_the_scratch_of_its_launch(rows: int, ls
     floats = cudnn_graph.prepare(shape, "float16", HEADS, (DIM, DIM_V), True, (9, 0))
     assert prepared == [list(fake.keys[0].values())]
     assert floats == len(given["scratch"]) + 1024 // 4, "a workspace takes multiples of 256 bytes"
+
+
+def test_a_call_is_prepared_with_what_its_launch_gets() -> None:
+    """The rows of k that hold keys, true maxima where they may be used, and packed strides where the frontend makes a copy."""
+    shapes: list[CallShape] = []
+    kernel = Kernel(name="CUDNN.graph.sm_90", kind="compiled", make=lambda: print, native_empty_rows=False, prepare=lambda shape: shapes.append(shape) or 77)
+    metadata = prepare_metadata([0, 3, 10], [0, 6, 19], num_tokens_q=12, num_tokens_k=25)
+    strides = prefill._outer_strides(TensorSpec((12, 2, 8), (64, 16, 2), "bfloat16", "cuda"), True)
+    strided = prefill._outer_strides(TensorSpec((25, 2, 8), (64, 16, 1), "bfloat16", "cuda"), False)
+    backend = SimpleNamespace(kernel=kernel)
+    call = prefill.Resolved(backend, (12, 2, 8), (2, 12), 1.0, (True, False, False), (strides, strided, strided), 1, False, prefill.Options(return_lse=True))  # pyright: ignore[reportArgumentType]
+    bound = prefill.bind(call, metadata, 25, exact=True)
+    assert shapes == [CallShape(12, 19, 2, 7, 13, True, 1, ((16, 8), (64, 16), (64, 16)))]
+    assert (bound.scratch_floats, bound.finish) == (77, TAIL)
+    prefill.bind(call, metadata, 25, exact=False)
+    assert shapes[1][3:5] == (12, 25), "a compiled program must not depend on the lengths"
+    assert prefill.bind(replace(call, empty=True), metadata, 25, exact=True).scratch_floats == 0 and len(shapes) == 2
 
 
 def test_dimensions_of_one_element_make_no_other_plan() -> None:

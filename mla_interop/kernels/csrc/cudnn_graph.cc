@@ -15,6 +15,7 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
 
+#include <algorithm>
 #include <array>
 #include <map>
 #include <memory>
@@ -58,24 +59,19 @@ void Check(Status status, const char* what, const Key& key) {
                               << status.get_message();
 }
 
-// A [rows, heads, width] tensor of a ragged batch: cuDNN sees [sequences, heads, rows of the longest, width], and finds the rows of a
-// sequence at its start, which is counted in elements.
-GraphTensor Ragged(fe::graph::Graph& graph, const char* name, Uid uid, Uid start_uid, int64_t sequences, int64_t heads, int64_t rows, int64_t width,
-                   int64_t head_stride, int64_t row_stride) {
-  const std::vector<int64_t> starts_shape{sequences + 1, 1, 1, 1}, packed{1, 1, 1, 1};
-  GraphTensor starts = graph.tensor(
-      Attributes().set_name(std::string("starts of ") + name).set_uid(start_uid).set_dim(starts_shape).set_stride(packed).set_data_type(fe::DataType_t::INT64));
-  return graph.tensor(Attributes()
-                          .set_name(name)
-                          .set_uid(uid)
-                          .set_dim({sequences, heads, rows, width})
-                          .set_stride({rows * row_stride, head_stride, row_stride, 1})
-                          .set_ragged_offset(starts));
-}
-
-void MakeOutput(const GraphTensor& made, const GraphTensor& like, fe::DataType_t type) {
-  made->set_output(true).set_name(like->get_name()).set_uid(like->get_uid()).set_dim(like->get_dim()).set_stride(like->get_stride());
-  made->set_ragged_offset(like->get_ragged_offset()).set_data_type(type);
+// Makes `tensor` a [rows, heads, width] tensor of a ragged batch: cuDNN sees [sequences, heads, rows of the longest, width], and finds the
+// rows of a sequence at its start, which is counted in elements.
+void MakeRagged(Attributes& tensor, fe::graph::Graph& graph, const char* name, Uid uid, Uid start_uid, std::vector<int64_t> shape, int64_t head_stride,
+                int64_t row_stride) {
+  const GraphTensor starts = graph.tensor(Attributes()
+                                              .set_name(std::string("starts of ") + name)
+                                              .set_uid(start_uid)
+                                              .set_dim({shape[0] + 1, 1, 1, 1})
+                                              .set_stride({1, 1, 1, 1})
+                                              .set_data_type(fe::DataType_t::INT64));
+  // The starts stand in for the stride of a sequence: what is given must only look like one.
+  const int64_t sequence_stride = std::max(shape[1] * head_stride, shape[2] * row_stride);
+  tensor.set_name(name).set_uid(uid).set_stride({sequence_stride, head_stride, row_stride, 1}).set_dim(std::move(shape)).set_ragged_offset(starts);
 }
 
 GraphTensor Lengths(fe::graph::Graph& graph, const char* name, Uid uid, int64_t sequences) {
@@ -89,10 +85,12 @@ std::shared_ptr<fe::graph::Graph> Describe(const Key& key, int32_t sm = 0) {
   const int64_t dim = key[CudnnKey::kDim], dim_v = key[CudnnKey::kDimV];
   const fe::DataType_t io = key[CudnnKey::kBfloat16] ? fe::DataType_t::BFLOAT16 : fe::DataType_t::HALF;
   auto graph = std::make_shared<fe::graph::Graph>();
-  graph->set_sm_version(sm).set_io_data_type(io).set_intermediate_data_type(fe::DataType_t::FLOAT).set_compute_data_type(fe::DataType_t::FLOAT);
-  const GraphTensor q = Ragged(*graph, "q", kQ, kStartQ, sequences, heads, max_q, dim, key[CudnnKey::kHeadQ], key[CudnnKey::kRowQ]);
-  const GraphTensor k = Ragged(*graph, "k", kK, kStartK, sequences, heads, max_k, dim, key[CudnnKey::kHeadK], key[CudnnKey::kRowK]);
-  const GraphTensor v = Ragged(*graph, "v", kV, kStartV, sequences, heads, max_k, dim_v, key[CudnnKey::kHeadV], key[CudnnKey::kRowV]);
+  if (sm != 0) graph->set_sm_version(sm);
+  graph->set_io_data_type(io).set_intermediate_data_type(fe::DataType_t::FLOAT).set_compute_data_type(fe::DataType_t::FLOAT);
+  Attributes q, k, v;
+  MakeRagged(q, *graph, "q", kQ, kStartQ, {sequences, heads, max_q, dim}, key[CudnnKey::kHeadQ], key[CudnnKey::kRowQ]);
+  MakeRagged(k, *graph, "k", kK, kStartK, {sequences, heads, max_k, dim}, key[CudnnKey::kHeadK], key[CudnnKey::kRowK]);
+  MakeRagged(v, *graph, "v", kV, kStartV, {sequences, heads, max_k, dim_v}, key[CudnnKey::kHeadV], key[CudnnKey::kRowV]);
   // An argument of every launch: no scale is built into a plan.
   const GraphTensor scale = graph->tensor(Attributes()
                                               .set_name("scale")
@@ -107,13 +105,13 @@ std::shared_ptr<fe::graph::Graph> Describe(const Key& key, int32_t sm = 0) {
   if (key[CudnnKey::kCausal]) {
     options.set_diagonal_alignment(fe::DiagonalAlignment_t::BOTTOM_RIGHT).set_diagonal_band_right_bound(0);
   }
-  auto [out, stats] = graph->sdpa(q, k, v, options);
-  fe::graph::Graph shapes;  // holds what the outputs are given
-  MakeOutput(out, Ragged(shapes, "out", kOut, kStartOut, sequences, heads, max_q, dim_v, dim_v, heads * dim_v), io);
+  auto [out, stats] = graph->sdpa(graph->tensor(q), graph->tensor(k), graph->tensor(v), options);
+  MakeRagged(*out, *graph, "out", kOut, kStartOut, {sequences, heads, max_q, dim_v}, dim_v, heads * dim_v);
+  out->set_output(true).set_data_type(io);
   if (key[CudnnKey::kStats] != CudnnKey::kNone) {
     const bool head_major = key[CudnnKey::kStats] == CudnnKey::kHeadMajor;
-    const int64_t head_stride = head_major ? key[CudnnKey::kStatsStride] : 1, row_stride = head_major ? 1 : heads;
-    MakeOutput(stats, Ragged(shapes, "lse", kLse, kStartStats, sequences, heads, max_q, 1, head_stride, row_stride), fe::DataType_t::FLOAT);
+    MakeRagged(*stats, *graph, "lse", kLse, kStartStats, {sequences, heads, max_q, 1}, head_major ? key[CudnnKey::kStatsStride] : 1, head_major ? 1 : heads);
+    stats->set_output(true).set_data_type(fe::DataType_t::FLOAT);
   }
   return graph;
 }
