@@ -250,7 +250,7 @@ def test_the_public_functions_launch_them_on_cuda(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.gpu
-def test_offsets_past_2_to_the_31(fused: Any) -> None:
+def test_offsets_past_2_to_the_31() -> None:
     """int64 offsets: 2.2e9 elements, of which the last rows are right."""
     from mla_interop.kernels import triton_latents, triton_merge
 
