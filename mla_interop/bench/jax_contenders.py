@@ -22,34 +22,36 @@ def contenders(problem: Problem, q: Any, k: Any, v: Any, dtype: str) -> Iterator
             yield _frontend(problem, arrays, dtype, q.device.type, f"{backend}.{kernel.variant}", lse)
     yield from _fa4_jax(problem, arrays)
     if len(set(problem.lengths)) == 1:
-        yield _jax_nn(problem, arrays)
+        yield _jax_nn(problem, arrays, False)
+        yield _jax_nn(problem, arrays, True)
 
 
 def _chained(step: Callable[..., Any]) -> Callable[..., Any]:
     """``step(q, k, v, *rest)`` ten times, as ten layers call it: each with a q and a v that depend on the result before, all results kept.
 
-    One number of a result goes into the next q and v. Less would be unfair: XLA merges equal calls, pads a V that does not change once for
-    all of them, and does not cut what nobody reads; an optimization barrier it drops too late.
+    One number of a result goes into the next q and v, in place. Less would be unfair: XLA merges equal calls, pads a V that does not change
+    once for all of them, and does not cut what nobody reads; an optimization barrier it drops too late.
     """
 
     def program(q: Any, k: Any, v: Any, *rest: Any) -> Any:
-        made = [step(q, k, v, *rest)]
-        for _ in range(CHAIN - 1):
+        made = []
+        for _ in range(CHAIN):
+            made.append(step(q, k, v, *rest))
             number = jax.tree.leaves(made[-1])[0][0, 0, 0]
             q, v = q.at[0, 0, 0].set(number), v.at[0, 0, 0].set(number)
-            made.append(step(q, k, v, *rest))
-        return made
+        return q, v, made
 
     return program
 
 
 def _contender(name: str, kernel: str, step: Callable[..., Any], arguments: tuple[Any, ...], unpack: Callable[[Any], tuple[Any, Any]]) -> Contender:
-    once, chain = jax.jit(step), jax.jit(_chained(step))
+    once, chain = jax.jit(step), jax.jit(_chained(step), donate_argnums=(0, 2))
+    state = [jnp.copy(arguments[0]), jnp.copy(arguments[2])]
 
     def run(n: int) -> None:
         made = None
         for _ in range(n):
-            made = chain(*arguments)
+            state[0], state[1], made = chain(state[0], arguments[1], state[1], *arguments[3:])
         jax.block_until_ready(made)
 
     def result() -> tuple[Any, Any]:
@@ -89,15 +91,18 @@ def _fa4_jax(problem: Problem, arrays: tuple[Any, ...]) -> Iterator[Contender]:
         yield _contender(f"fa4-jax{' + lse' if lse else ''}", "", step, (*arrays, cu), lambda made, lse=lse: made if lse else (made, None))
 
 
-def _jax_nn(problem: Problem, arrays: tuple[Any, ...]) -> Contender:
-    """What JAX itself has: V padded by hand, cuDNN on a GPU."""
+def _jax_nn(problem: Problem, arrays: tuple[Any, ...], lse: bool) -> Contender:
+    """What JAX itself has: V padded by hand, cuDNN on a GPU; its LSE is in the output's dtype."""
     batch, length = len(problem.lengths), problem.lengths[0]
     implementation = "cudnn" if arrays[0].devices().pop().platform == "gpu" else None
 
     def step(q: Any, k: Any, v: Any) -> Any:
         dense = [x.reshape(batch, length, *x.shape[1:]) for x in (q, k, v)]
         padded = jnp.pad(dense[2], [(0, 0)] * 3 + [(0, QK_HEAD_DIM - V_HEAD_DIM)])
-        made = jax.nn.dot_product_attention(dense[0], dense[1], padded, is_causal=True, implementation=implementation)
-        return made[..., :V_HEAD_DIM].reshape(v.shape)
+        made: Any = jax.nn.dot_product_attention(dense[0], dense[1], padded, is_causal=True, implementation=implementation, return_residual=lse)
+        out, residual = made if lse else (made, None)
+        out = out[..., :V_HEAD_DIM].reshape(v.shape)
+        return out if residual is None else (out, residual.reshape(-1, problem.heads).T)
 
-    return _contender("jax.nn.dot_product_attention, V padded", "", step, arrays, lambda made: (made, None))
+    name = f"jax.nn.dot_product_attention, V padded{' + lse' if lse else ''}"
+    return _contender(name, "", step, arrays, lambda made: made if lse else (made, None))

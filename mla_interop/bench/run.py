@@ -2,7 +2,6 @@
 
 import datetime
 import json
-import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from mla_interop.bench.overheads import host_costs
 from mla_interop.bench.problems import CPU_PROBLEMS, GPU_PROBLEMS, Problem, errors, expected, inputs
 from mla_interop.bench.timing import per_call
-from mla_interop.capability import device_properties
+from mla_interop.capability import machine_name
 from mla_interop.kernels.build import package_version
 
 DISTRIBUTIONS = (
@@ -31,10 +30,9 @@ DISTRIBUTIONS = (
 
 def environment(device: str) -> dict[str, Any]:
     """Machine, versions and date of a run."""
-    machine = device_properties(0).name if device == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores"
     versions = {name: package_version(name) for name in DISTRIBUTIONS}
     return {
-        "machine": machine,
+        "machine": machine_name(device),
         "python": platform.python_version(),
         "versions": {name: found for name, found in versions.items() if found != "none"},
         "date": datetime.date.today().isoformat(),
