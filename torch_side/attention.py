@@ -14,7 +14,8 @@ from mla_interop.latent_cache import rows_to_store
 from mla_interop.sequences import PrefillMetadata
 from mla_interop.walk import Ops, check, scan, walk
 from mla_interop.workspace import Workspace, workspace_shapes
-from torch_side.functional import _on_device, mla_prefill
+from torch_side.functional import mla_prefill
+from torch_side.launch import on_device
 from torch_side.projection import check_grad, project_function, project_weight, weight_of
 
 
@@ -114,7 +115,7 @@ def prepare_context_metadata(
     where = torch.empty(0, device=device).device
     metadata = context.prepare_context_metadata(query_lens, context_lens, block_table, **options)
     for lengths in (metadata.new, *metadata.chunks):
-        _on_device(lengths, where)
+        on_device(lengths, where)
     return replace(metadata, rows=torch.as_tensor(metadata.rows, device=where))
 
 
