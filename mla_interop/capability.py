@@ -5,6 +5,8 @@ The driver is asked through ctypes, so that neither torch nor JAX has to be impo
 
 import ctypes
 import functools
+import os
+import platform
 from typing import NamedTuple
 
 from mla_interop.errors import MLAUnavailableError, input_error
@@ -76,6 +78,16 @@ def device_properties(index: int = 0) -> DeviceProperties:
         cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
         values.append(value.value)
     return DeviceProperties(name.value.decode(), DeviceCapability(values[0], values[1]), values[2])
+
+
+def machine_name(device_type: str) -> str:
+    """What measured times belong to: the name of CUDA device 0 (``""`` where there is none), or the kind and number of CPU cores."""
+    if device_type != "cuda":
+        return f"{platform.machine()}, {os.cpu_count()} cores"
+    try:
+        return device_properties(0).name
+    except MLAUnavailableError:
+        return ""
 
 
 def device_capability(device_type: str, index: int = 0) -> DeviceCapability | None:

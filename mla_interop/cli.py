@@ -108,6 +108,34 @@ def explain(
 
 
 @app.command()
+def tune(
+    model: Annotated[str, typer.Option(help="Whose head dimensions; an unknown name lists the known.")] = "deepseek-v3",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda where there is one]")] = None,
+    dtype: Annotated[str, typer.Option(help="Of q, k and v.")] = "bfloat16",
+    heads: Annotated[str | None, typer.Option(help="Numbers of heads, with commas between. [default: 16,128; on a CPU 8]")] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="When to stop. A kernel that must be built first may take longer.")] = 40,
+    as_json: JSON = False,
+) -> None:
+    """Measure every kernel on this machine, and keep the times: choices are made by them from then on."""
+    from mla_interop.bench.tune import tune
+    from mla_interop.doctor import gpus
+
+    device = device or ("cuda" if gpus() else "cpu")
+    counts = heads or ("8" if device == "cpu" else "16,128")
+    if not all(count.isdigit() and int(count) for count in counts.split(",")):
+        raise input_error("heads", repr(heads), "positive integers with commas between")
+
+    def said(row: dict[str, Any]) -> None:
+        if not as_json:
+            print(
+                f"{row['problem']:<16} {row['kernel']:<24} {row['us']:10.1f} us" if "us" in row else f"{row['problem']:<16} {row['kernel']:<24} {row['failed']}"
+            )
+
+    path = tune(_model(model), device, dtype, tuple(map(int, counts.split(","))), seconds, said)
+    print(path.read_text() if as_json else f"kept in {path}", end="" if as_json else "\n")
+
+
+@app.command()
 def doctor(as_json: JSON = False) -> None:
     """Versions, GPUs, backends, settings and caches of this machine."""
     from mla_interop import doctor
@@ -151,7 +179,7 @@ def _print_table(table: Any) -> None:
         shown.add_row(*map(_plain, cells))
     console = _console()
     console.print(shown)
-    console.print(_plain(f"order: {', '.join(table.order)}\n"))
+    console.print(_plain("\n".join([*table.footer(), f"order: {', '.join(table.order)}", ""])))
 
 
 def _plain(text: str) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mla_interop.backends.base import Kernel
+from mla_interop.measured import Times
 
 _WIDTH = 110  # columns
 
@@ -22,13 +23,14 @@ class Row:
     kind: str
     copies: tuple[str, ...]
     versions: tuple[str, ...]
+    us: float | None = None
 
     @classmethod
-    def of(cls, backend: str, reasons: tuple[str, ...], kernel: Kernel | None) -> "Row":
-        """From a backend's reasons and its preferred kernel (None where it has none)."""
+    def of(cls, backend: str, reasons: tuple[str, ...], kernel: Kernel | None, us: float | None = None) -> "Row":
+        """From a backend's reasons, its preferred kernel (None where it has none), and the microseconds that were measured for it."""
         if kernel is None:
             return cls(backend, False, reasons, "", "", "", (), ())
-        return cls(backend, not reasons, reasons, kernel.name, kernel.variant, kernel.kind, copies_of(kernel), kernel.versions)
+        return cls(backend, not reasons, reasons, kernel.name, kernel.variant, kernel.kind, copies_of(kernel), kernel.versions, us)
 
 
 def copies_of(kernel: Kernel) -> tuple[str, ...]:
@@ -47,11 +49,14 @@ class SelectionTable:
     chosen: str | None
     explicit: tuple[str, ...]
     order: tuple[str, ...]
+    measured: Times | None = None
 
     def __str__(self) -> str:
         head = f"MLA prefill, {self.problem}"
         lines = [f"{self._mark(row)} {row.backend:<14} {row.kind or '-':<9} {self._why(row)}" for row in self.rows]
-        return "\n".join([head, *(textwrap.fill(line, _WIDTH, subsequent_indent=" " * 28, break_long_words=False, break_on_hyphens=False) for line in lines)])
+        return "\n".join(
+            [head, *(textwrap.fill(line, _WIDTH, subsequent_indent=" " * 28, break_long_words=False, break_on_hyphens=False) for line in lines), *self.footer()]
+        )
 
     def _repr_html_(self) -> str:
         cells = [[self._mark(row), row.backend, row.kind, ", ".join(row.copies), self._why(row)] for row in self.rows]
@@ -65,6 +70,7 @@ class SelectionTable:
             "problem": {**asdict(self.config), "capability": str(self.config.capability) if self.config.capability else None},
             "chosen": self.chosen,
             "order": list(self.order),
+            "measured": None if self.measured is None else self.measured._asdict(),
             "backends": [asdict(row) for row in self.rows],
         }
 
@@ -83,6 +89,10 @@ class SelectionTable:
         """A row for each backend: its mark, its name, its kernel's kind, and why."""
         return [(self._mark(row), row.backend, row.kind, self._why(row)) for row in self.rows]
 
+    def footer(self) -> list[str]:
+        """Where the measured times come from, if any decided."""
+        return [] if self.measured is None else [f"measured: {self.measured}"]
+
     @property
     def problem(self) -> str:
         """The problem in words."""
@@ -99,7 +109,9 @@ class SelectionTable:
     def _why(self, row: Row) -> str:
         if not row.valid:
             return "; ".join(row.reasons)
-        detail = "; ".join((row.variant, *row.versions, *row.copies))
+        times = () if row.us is None else (f"{row.us:.1f} us",)
+        detail = "; ".join((row.variant, *times, *row.versions, *row.copies))
         if row.backend != self.chosen:
             return detail
-        return f"{'asked for' if row.backend in self.explicit else 'first valid in the order'}; {detail}"
+        asked = "asked for" if row.backend in self.explicit else "first valid in the order" if row.us is None else "fastest that was measured"
+        return f"{asked}; {detail}"

@@ -136,6 +136,8 @@ def _resolve(q: TensorSpec, k: TensorSpec, v: TensorSpec, options: Options, num_
         traced=not has_lengths,
         scale=scale,
         num_sms=device_properties(q.device_index).num_sms if on_gpu and device_capability("cuda", q.device_index) else None,
+        num_tokens=tokens,
+        num_seqs=num_seqs,
     )
     backend = select(config, options.backend, options.fallback)
     copies = tuple(_needs_copy(name, spec, backend.kernel) for name, spec in zip("qkv", (q, k, v), strict=True))

@@ -19,8 +19,14 @@ from mla_interop.dimensions import MLADimensions
 from mla_interop.errors import MLAUnavailableError, MLAUnsupportedError, input_error
 from mla_interop.explain import Row, SelectionTable
 from mla_interop.installed import PROBE_SECONDS, within
+from mla_interop.measured import Times, fastest_first, tables, times_for
 
 DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+
+
+def nearest_power_of_two(size: int) -> int:
+    """The power of two that is nearest to a positive size on a logarithmic scale."""
+    return 1 << round(math.log2(size))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +72,7 @@ class MLAPrefillSelectorConfig:
             raise input_error("device_type", repr(self.device_type), "'cpu' or 'cuda'")
         for name in ("num_tokens", "num_seqs"):
             size = getattr(self, name)
-            object.__setattr__(self, name, 1 << round(math.log2(size)) if size else None)
+            object.__setattr__(self, name, nearest_power_of_two(size) if size else None)
         capability = self.capability
         if capability is not None:
             object.__setattr__(self, "capability", DeviceCapability.parse(capability))
@@ -108,7 +114,8 @@ def select(config: MLAPrefillSelectorConfig, backend: Any = None, fallback: bool
     Args:
         config: The problem.
         backend: An explicit choice: a name in any case, an enum member, or an ordered sequence; ``"FLASH_ATTN.fa3"`` names one of a
-            backend's kernels. None: what ``use_config``, ``set_config`` or ``MLA_INTEROP_BACKEND`` say, else the order of the device's architecture.
+            backend's kernels. None: what ``use_config``, ``set_config`` or ``MLA_INTEROP_BACKEND`` say; else
+            the fastest, where a table of measured times covers the problem and T and B are known; else the order of the device's architecture.
         fallback: If the explicit choice is not valid, warn and choose automatically instead of raising.
 
     Raises:
@@ -130,7 +137,7 @@ def clear_cache() -> None:
     """Forget every choice made so far in this process, but for those that metadata in the caller's hands keeps."""
     from mla_interop import prefill, sequences  # these two import this module
 
-    for cached in (_select, prefill._resolve, sequences._dense_metadata):
+    for cached in (_select, prefill._resolve, sequences._dense_metadata, tables):
         cached.cache_clear()
 
 
@@ -143,12 +150,15 @@ def explain(config: MLAPrefillSelectorConfig, backend: Any = None, fallback: boo
     config = replace(config, flash_attn_version=settings.flash_attn_version)
     explicit = parse_names("backend", settings.backend) if settings.backend is not None else ()
     order = parse_names("order", settings.order) if settings.order is not None else order_for(config.device_type, config.capability)
-    rows = [_row(name, config, settings.allow_reference is not False) for name in dict.fromkeys([*explicit, *order, *names()])]
-    valid = {row.backend for row in rows if row.valid}
+    measured = times_for(config) if (settings.policy or ("order" if settings.order else "measured")) == "measured" else None
+    rows = {name: _row(name, config, settings.allow_reference is not False, measured) for name in dict.fromkeys([*explicit, *order, *names()])}
+    order = tuple(fastest_first(order, lambda name: rows[name].us))
+    valid = {row.backend for row in rows.values() if row.valid}
     chosen = next((name for name in explicit if name in valid), None)
     if chosen is None and (not explicit or fallback):
         chosen = next((name for name in order if name in valid), None)
-    return SelectionTable(config=config, rows=tuple(rows), chosen=chosen, explicit=explicit, order=order)
+    ranked = tuple(rows[name] for name in dict.fromkeys([*explicit, *order, *rows]))
+    return SelectionTable(config=config, rows=ranked, chosen=chosen, explicit=explicit, order=order, measured=measured)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -159,7 +169,7 @@ def _select(config: MLAPrefillSelectorConfig, backend: Any, fallback: bool, envi
     cause: MLAUnavailableError | None = None
     for name in _candidates(table, fallback):
         cls = backend_class(name)
-        for kernel in kernels_of(name, table.config):
+        for kernel in kernels_of(name, table.config, table.measured):
             try:
                 _ = kernel.launch
             except MLAUnavailableError as error:
@@ -189,30 +199,32 @@ def _warn(table: SelectionTable, name: str, kernel: str, tried: dict[str, str]) 
         warnings.warn(f"{'; '.join(failed)}; using {kernel} instead", stacklevel=4)
 
 
-def _row(name: str, config: MLAPrefillSelectorConfig, allow_reference: bool) -> Row:
+def _row(name: str, config: MLAPrefillSelectorConfig, allow_reference: bool, measured: Times | None) -> Row:
     try:
-        reasons, kernels = within(PROBE_SECONDS, f"the probe of {name}", functools.partial(_probe, name, config))
+        reasons, kernels = within(PROBE_SECONDS, f"the probe of {name}", functools.partial(_probe, name, config, measured))
     except Exception as error:  # whatever a backend's probe raises is a reason, and stops no other backend (oumi#2586)
         reasons, kernels = [str(error) if isinstance(error, MLAUnavailableError) else f"its probe failed: {type(error).__name__}: {error}"], []
     if name == "REFERENCE" and not allow_reference:
         reasons, kernels = [*reasons, "not allowed (allow_reference=False)"], []
-    return Row.of(name, tuple(reasons), kernels[0] if kernels else None)
+    us = measured.of(name.partition(".")[0], kernels[0].variant) if measured and kernels else None
+    return Row.of(name, tuple(reasons), kernels[0] if kernels else None, us)
 
 
-def _probe(name: str, config: MLAPrefillSelectorConfig) -> tuple[list[str], list[Kernel]]:
+def _probe(name: str, config: MLAPrefillSelectorConfig, measured: Times | None) -> tuple[list[str], list[Kernel]]:
     cls = backend_class(name)
     reasons = cls.validate_configuration(config)
-    kernels = [] if reasons else kernels_of(name, config)
+    kernels = [] if reasons else kernels_of(name, config, measured)
     if not reasons and not kernels:
         made, refused = cls.kernels(config)
         reasons = [*refused, f"no kernel {name.partition('.')[2]} (can be used: {', '.join(kernel.variant for kernel in made)})"]
     return reasons, kernels
 
 
-def kernels_of(name: str, config: MLAPrefillSelectorConfig) -> list[Kernel]:
-    """The kernels that a name as ``parse_names`` gives it stands for: all of a backend's, or the one after the dot."""
-    variant = name.partition(".")[2]
-    return [kernel for kernel in backend_class(name).kernels(config)[0] if variant in ("", kernel.variant)]
+def kernels_of(name: str, config: MLAPrefillSelectorConfig, measured: Times | None = None) -> list[Kernel]:
+    """The kernels that a name as ``parse_names`` gives it stands for: all of a backend's, or the one after the dot; the preferred one first."""
+    backend, _, variant = name.partition(".")
+    kernels = [kernel for kernel in backend_class(name).kernels(config)[0] if variant in ("", kernel.variant)]
+    return kernels if measured is None else fastest_first(kernels, lambda kernel: measured.of(backend, kernel.variant))
 
 
 def kernel_named(name: str) -> Kernel:

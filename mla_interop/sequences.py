@@ -6,7 +6,7 @@ in a call (``check=True`` does, for debugging); what is then known of them are b
 
 import functools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import array_api_compat
@@ -176,6 +176,8 @@ def prepare_metadata(
         return metadata
     from mla_interop.selector import select  # the selector's configuration is itself made of this module's bounds
 
+    if config.num_tokens is None and config.num_seqs is None:
+        config = replace(config, num_tokens=bounds.num_tokens_q, num_seqs=bounds.num_seqs)
     return select(config, backend).prepare_metadata(metadata, is_causal=is_causal)
 
 
