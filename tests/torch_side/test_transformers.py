@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
 import torch_side  # noqa: E402
-from torch_side import functional, ragged_mask  # noqa: E402
+from torch_side import ragged_mask  # noqa: E402
 
 VOCABULARY = 61
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
@@ -97,18 +97,19 @@ def no_grad(request: pytest.FixtureRequest) -> Iterator[None]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every launch of a kernel: the shapes of q and v, and the cumulative lengths, as the kernel got them."""
     seen: list[Any] = []
-    real = functional._launch
+    module = importlib.import_module("torch_side.launch")
+    real = module.launch
 
-    def spy(prepared: Any, q: Any, k: Any, v: Any, out: Any) -> Any:
+    def spy(prepared: Any, *rest: Any) -> Any:
         def launch(*arguments: Any) -> Any:
             q, _, v, cu_q, cu_k = arguments[:5]
             seen.append((tuple(q.shape), tuple(v.shape), cu_q.tolist(), cu_k.tolist()))
             return prepared.launch(*arguments)
 
         assert prepared.runs == "kernel"
-        return real(prepared._replace(launch=launch), q, k, v, out)
+        return real(prepared._replace(launch=launch), *rest)
 
-    monkeypatch.setattr(functional, "_launch", spy)
+    monkeypatch.setattr(module, "launch", spy)
     return seen
 
 
@@ -194,7 +195,7 @@ def test_lengths_that_come_with_the_inputs(small: tuple[Any, Any], calls: list[A
     lengths = (5, 1, 7)
     cumulative = torch.tensor([0, 5, 6, 13], dtype=torch.int32)
     prepared = []
-    real = functional.prepare_metadata
+    real = torch_side.prepare_metadata
     module = importlib.import_module("torch_side.transformers")
     monkeypatch.setattr(module, "prepare_metadata", lambda *a, **k: (prepared.append(a), real(*a, **k))[1])
     ids, positions = tokens(1, 13), torch.cat([torch.arange(n) for n in lengths])[None]
