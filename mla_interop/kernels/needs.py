@@ -39,7 +39,7 @@ def active_sequences(host: HostLengths, rows: int, heads: int) -> np.ndarray:
     int32 words, viewed as bytes: four sections of B + 1 words, each padded to 16 bytes, with the B' sequences that have queries and keys:
     cumulative query lengths ``[B' + 1]``, cumulative key lengths ``[B' + 1]``, first query rows ``[B']``, first key rows ``[B']``.
     The numbers that a launch needs on the host are in the list's size: ``4 * (B - B')`` words follow, and one for ``_Q_GAPS``, two for ``_K_GAPS``.
-    So under ``jax.jit`` another number of empty sequences is another program.
+    So under ``jax.jit`` another number of empty sequences, or gaps of another kind, is another program.
 
     Args:
         host: The lengths.

@@ -144,16 +144,14 @@ COMPUTE: dict[str, Callable[[Given], Any]] = {
 
 
 def stub(function: str, parameters: recorded.Parameters) -> Any:
-    """A function with a recorded signature that computes what the real one does; ``calls`` has what it was given."""
-    signature, calls = recorded.to_signature(parameters), []
+    """A function with a recorded signature that computes what the real one does. It keeps nothing: XLA's memory must not outlive a call."""
+    signature = recorded.to_signature(parameters)
     defaults = {each["name"]: _literal(each["default"]) for each in parameters if "default" in each}
 
     def call(*arguments: Any, **options: Any) -> Any:
-        given = defaults | signature.bind(*arguments, **options).arguments
-        calls.append(given)
-        return COMPUTE[function](given)
+        return COMPUTE[function](defaults | signature.bind(*arguments, **options).arguments)
 
-    call.__signature__, call.calls = signature, calls  # type: ignore[attr-defined]
+    call.__signature__ = signature  # type: ignore[attr-defined]
     return call
 
 
