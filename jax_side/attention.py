@@ -76,6 +76,7 @@ def mla_attention(
     ops = walk.array_ops(kv_b, dimensions, attend)
     if not callable(kv_b):
         ops = ops._replace(project=_projection(jnp.asarray(kv_b), dimensions, q.shape[1]))
+    metadata = replace(metadata, rows=jnp.asarray(metadata.rows))
     if any(is_tracer(x) for x in jax.tree.leaves((q, cache, metadata))):
         ops = ops._replace(scan=_scan)
     else:

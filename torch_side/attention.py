@@ -72,6 +72,7 @@ def mla_attention(
     dimensions, rank = check(q, kv_c, k_pe, shape, cache, cache_scale, metadata, dimensions)
     if weight is not None and weight.dtype != q.dtype:
         raise input_error("kv_b", f"a weight of {weight.dtype}", f"q's dtype, {q.dtype}")
+    metadata = _with_rows_on(metadata, q.device)
     with_lse = return_lse or metadata.bounds.num_chunks > 0
     options = {"scale": scale, "backend": backend, "fallback": fallback}
     result = q.new_empty(*q.shape[:2], dimensions.v_head_dim) if out is None else out
@@ -223,6 +224,16 @@ def _carve(workspace: torch.Tensor | None, shapes: Workspace, q: torch.Tensor) -
             made.append(workspace[start : start + used].view(dtype).view(shape))
         start += size
     return _Buffers(*made)
+
+
+def _with_rows_on(metadata: ContextMetadata, device: torch.device) -> ContextMetadata:
+    """Metadata of the core has its rows on the host: they are copied once, and kept."""
+    rows = metadata.rows
+    if isinstance(rows, torch.Tensor):
+        if rows.device != device:
+            raise input_error("metadata", f"rows on {rows.device}", f"q's device, {device}", "See prepare_context_metadata's device.")
+        return metadata
+    return replace(metadata, rows=metadata.new.remember(("context rows", device), lambda: torch.as_tensor(rows, device=device)))
 
 
 def _fold(state: tuple[Any, Any], first: int, out: Any, part_lse: Any) -> tuple[Any, Any]:
