@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 
 from mla_interop.backends.base import Kernel, MLAPrefillBackend
 from mla_interop.capability import DeviceCapability
+from mla_interop.kernels import needs
 from mla_interop.kernels.blackwell_packages import TRTLLM_RAGGED
+from mla_interop.sequences import PrefillMetadata
 
 if TYPE_CHECKING:
     from mla_interop.selector import MLAPrefillSelectorConfig
@@ -34,3 +36,10 @@ class TRTLLMRaggedBackend(MLAPrefillBackend):
         """The one kernel; dtype, dimensions and mask are read from the call."""
         reasons = TRTLLM_RAGGED.reasons(config)
         return ([], reasons) if reasons else ([TRTLLM_RAGGED.kernel(cls.name, config)], [])
+
+    def prepare_metadata(self, metadata: PrefillMetadata, *, is_causal: bool = True) -> PrefillMetadata:
+        """``metadata`` with the sequences that are not empty, and a workspace that holds what they need."""
+        prepared, host = super().prepare_metadata(metadata, is_causal=is_causal), metadata.host
+        if host is not None:
+            needs.reserve_workspace(TRTLLM_RAGGED.workspace_bytes(metadata.bounds.num_seqs, self.config.num_heads, host.max_seqlen_q))
+        return prepared

@@ -7,6 +7,7 @@
 ``zeroed_workspace``: it counts in a buffer that must be 0 at first and that it leaves at 0 again.
 """
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -142,6 +143,14 @@ def zeroed_workspace(device: "torch.device", size: int) -> "torch.Tensor":
         # The old one goes back to torch's allocator, which hands it out again only in this stream's order.
         workspace = _workspaces[key] = torch.zeros(-(-size // _WORKSPACE_STEP) * _WORKSPACE_STEP, dtype=torch.uint8, device=device)
     return workspace
+
+
+def reserve_workspace(size: int) -> None:
+    """Make the workspace of torch's current device and stream now, where torch is in use on a GPU: a first call may come when there is
+    no memory left for it (vllm#42112)."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        zeroed_workspace(torch.device("cuda", torch.cuda.current_device()), size)
 
 
 def free_workspaces() -> None:

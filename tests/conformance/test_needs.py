@@ -12,8 +12,10 @@ import oracle  # noqa: E402
 from cases import BY_NAME, CASES, Case  # noqa: E402
 from frontends import assert_right, to_torch  # noqa: E402
 
-from mla_interop import MLAUnsupportedError  # noqa: E402
+from mla_interop import DeviceCapability, MLADimensions, MLAPrefillSelectorConfig, MLAUnsupportedError  # noqa: E402
+from mla_interop.backends.trtllm_ragged import TRTLLMRaggedBackend  # noqa: E402
 from mla_interop.kernels import needs, torch_call  # noqa: E402
+from mla_interop.kernels.blackwell_packages import TRTLLM_RAGGED  # noqa: E402
 from mla_interop.sequences import prepare_metadata  # noqa: E402
 
 SMALL = [case for case in CASES if case.dtype == "bfloat16" and case.heads <= 16 and case.scale is None and len(case.lengths_q) < 13]
@@ -172,3 +174,17 @@ def test_a_workspace_is_sized_by_what_the_kernel_sees() -> None:
     declared = EMPTIES | {needs.ZEROED_WORKSPACE}
     run(case, lambda *arguments, workspace: strict(*arguments), needs=declared, workspace_bytes=lambda *sizes: asked.append(sizes) or 1)
     assert asked == [(3, case.heads, 300)]
+
+
+@pytest.mark.parametrize("in_use", [True, False])
+def test_preparing_metadata_makes_room_where_torch_uses_a_gpu(monkeypatch: pytest.MonkeyPatch, in_use: bool) -> None:
+    """vllm#42112: allocated by the first request, after the memory was given away. A process without a GPU context gets none by it."""
+    made = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(needs, "zeroed_workspace", lambda device, size: made.append((device, size)))
+    config = MLAPrefillSelectorConfig(dimensions=MLADimensions.from_head_dims(192, 128), num_heads=16, capability=DeviceCapability(10, 0))
+    backend = TRTLLMRaggedBackend(config, TRTLLM_RAGGED.kernel("TRTLLM_RAGGED", config))
+    prepared = backend.prepare_metadata(prepare_metadata([0, 700, 700, 1000], [0, 700, 900, 1200]))
+    assert prepared.bounds.backend == "TRTLLM_RAGGED"
+    assert made == ([(torch.device("cuda", 3), TRTLLM_RAGGED.workspace_bytes(3, 16, 700))] if in_use else [])
