@@ -30,6 +30,7 @@ from mla_interop.selector import clear_cache as clear_cache
 from mla_interop.selector import explain as explain
 from mla_interop.selector import get_mla_prefill_backend as get_mla_prefill_backend
 from mla_interop.selector import select as select
+from mla_interop.self_check import self_check as self_check
 from mla_interop.sequences import PrefillMetadata as PrefillMetadata
 from mla_interop.sequences import prepare_metadata as prepare_metadata
 from mla_interop.version import __version__ as __version__

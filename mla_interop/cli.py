@@ -136,14 +136,26 @@ def tune(
 
 
 @app.command()
-def doctor(as_json: JSON = False) -> None:
+def doctor(
+    self_check: Annotated[bool, typer.Option("--self-check", help="Also run each available backend, and compare it with float64.")] = False,
+    as_json: JSON = False,
+) -> None:
     """Versions, GPUs, backends, settings and caches of this machine."""
     from mla_interop import doctor
 
     report = doctor.report()
+    checks = doctor.self_checks() if self_check else []
     if as_json:
-        print(json.dumps(report, indent=2))
-        return
+        print(json.dumps({**report, **({"self_check": [check.to_dict() for check in checks]} if self_check else {})}, indent=2))
+    else:
+        _print_doctor(report, checks)
+    if not all(check.ok for check in checks):
+        raise typer.Exit(1)
+
+
+def _print_doctor(report: dict[str, Any], checks: list[Any]) -> None:
+    from mla_interop import doctor
+
     console = _console()
     for title, values in doctor.sections(report).items():
         console.print(f"[bold]{title}[/bold]")
@@ -151,6 +163,8 @@ def doctor(as_json: JSON = False) -> None:
             console.print(f"  {name:<24} {value}", markup=False)
     for table in doctor.tables(doctor.gpus()):
         _print_table(table)
+    for check in checks:
+        console.print(_plain(str(check)))
 
 
 def _model(name: str) -> Any:

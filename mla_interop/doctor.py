@@ -12,7 +12,8 @@ from mla_interop.dimensions import DEEPSEEK_R1
 from mla_interop.errors import MLAError, input_error
 from mla_interop.explain import SelectionTable
 from mla_interop.kernels.build import cache_dir, find_nvcc, package_version
-from mla_interop.selector import MLAPrefillSelectorConfig, explain
+from mla_interop.selector import MLAPrefillSelectorConfig, explain, kernels_of
+from mla_interop.self_check import SelfCheck, self_check
 from mla_interop.version import __version__
 
 DISTRIBUTIONS = {
@@ -59,6 +60,17 @@ def tables(devices: list[DeviceProperties]) -> list[SelectionTable]:
     kinds = dict.fromkeys((gpu.capability, gpu.num_sms) for gpu in devices)
     configs = [MLAPrefillSelectorConfig(dimensions=DEEPSEEK_R1, num_heads=16, capability=capability, num_sms=num_sms) for capability, num_sms in kinds]
     return [explain(config) for config in (*configs, MLAPrefillSelectorConfig(dimensions=DEEPSEEK_R1, num_heads=16, device_type="cpu"))]
+
+
+def self_checks() -> list[SelfCheck]:
+    """A self-check of every kernel that can serve DeepSeek's dimensions here, on each kind of device; loading one may build it first."""
+    found: list[SelfCheck] = []
+    for table in tables(gpus()[:1]):
+        for row in table.rows:
+            if row.valid:
+                for kernel in kernels_of(row.backend, table.config):
+                    found.append(self_check(f"{row.backend}.{kernel.variant}", table.config.device_type))
+    return found
 
 
 def stated_target(gpu: str | None) -> dict[str, Any]:

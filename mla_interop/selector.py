@@ -13,7 +13,7 @@ from typing import Any
 
 from mla_interop.backends.base import Kernel, MLAPrefillBackend
 from mla_interop.backends.registry import backend_class, names, order_for, parse_names
-from mla_interop.capability import DeviceCapability, device_capability
+from mla_interop.capability import DeviceCapability, device_capability, stated_target
 from mla_interop.config import MLAPrefillConfig, current_config, environment_key
 from mla_interop.dimensions import MLADimensions
 from mla_interop.errors import MLAUnavailableError, MLAUnsupportedError, input_error
@@ -135,9 +135,10 @@ def get_mla_prefill_backend(config: MLAPrefillSelectorConfig, backend: Any = Non
 
 def clear_cache() -> None:
     """Forget every choice made so far in this process, but for those that metadata in the caller's hands keeps."""
-    from mla_interop import prefill, sequences  # these two import this module
+    from mla_interop import prefill, sequences  # these import this module
+    from mla_interop.self_check import _checked
 
-    for cached in (_select, prefill._resolve, sequences._dense_metadata, tables):
+    for cached in (_select, prefill._resolve, sequences._dense_metadata, _checked, tables):
         cached.cache_clear()
 
 
@@ -164,14 +165,19 @@ def explain(config: MLAPrefillSelectorConfig, backend: Any = None, fallback: boo
 @functools.lru_cache(maxsize=4096)
 def _select(config: MLAPrefillSelectorConfig, backend: Any, fallback: bool, environment: tuple[Any, ...]) -> MLAPrefillBackend:
     del environment  # only a part of the key
+    from mla_interop.self_check import require  # it makes calls, for which it needs a choice
+
     table = explain(config, backend, fallback)
     tried: dict[str, str] = {}
     cause: MLAUnavailableError | None = None
+    here = table.config.device_type != "cuda" or stated_target() is None  # kernels for a stated target need not load on this machine
     for name in _candidates(table, fallback):
         cls = backend_class(name)
         for kernel in kernels_of(name, table.config, table.measured):
             try:
-                _ = kernel.launch
+                _ = kernel.launch if here else None
+                if here and current_config().self_check:
+                    require(name, kernel.variant, table.config)
             except MLAUnavailableError as error:
                 tried[f"{name} ({kernel.variant})"] = str(error)
                 cause = error

@@ -130,3 +130,23 @@ def test_doctor_survives_broken_packages(tmp_path: Path, error: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     made: Any = json.loads(done.stdout)
     assert {row["backend"] for row in made["backends"][-1]["backends"]} == set(names())
+
+
+def test_doctor_runs_the_self_check_and_fails_where_something_deviates(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mla_interop.self_check import Finding, SelfCheck
+
+    good, bad = SelfCheck("A.b", "cpu", "float32", ()), SelfCheck("C.d", "cpu", "float32", (Finding("LSE base", False, "off by a factor of 1.4427"),))
+    monkeypatch.setattr("mla_interop.doctor.self_checks", lambda: [good])
+    assert "A.b on cpu, float32: ok" in run("doctor", "--self-check")
+    assert json.loads(run("doctor", "--self-check", "--json"))["self_check"][0]["ok"] is True
+    monkeypatch.setattr("mla_interop.doctor.self_checks", lambda: [good, bad])
+    result = CliRunner().invoke(app, ["doctor", "--self-check"])
+    assert result.exit_code == 1 and "LSE base: off by a factor of 1.4427" in result.output
+
+
+def test_every_kernel_of_this_machine_is_checked() -> None:
+    pytest.importorskip("torch")
+    from mla_interop.doctor import self_checks
+
+    found = self_checks()
+    assert {check.kernel for check in found if check.device == "cpu"} >= {"REFERENCE.xp"} and all(check.ok for check in found), "\n".join(map(str, found))
