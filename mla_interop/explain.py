@@ -110,7 +110,8 @@ class SelectionTable:
         if not row.valid:
             return "; ".join(row.reasons)
         times = () if row.us is None else (f"{row.us:.1f} us",)
-        detail = "; ".join((row.variant, *times, *row.versions, *row.copies))
+        known = (version for version in row.versions if not version.endswith(" none"))  # of a package that is assumed to be there
+        detail = "; ".join((row.variant, *times, *known, *row.copies))
         if row.backend != self.chosen:
             return detail
         asked = "asked for" if row.backend in self.explicit else "first valid in the order" if row.us is None else "fastest that was measured"
