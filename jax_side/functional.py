@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_side import callback, ffi
-from jax_side.ffi import CallSpec
+from jax_side import callback, sharding
+from jax_side.kernel_call import KernelCall, array_code, custom_call
+from jax_side.target import device_of, traced_device
 from mla_interop import sequences
-from mla_interop.errors import MLAUnsupportedError, input_error
+from mla_interop.errors import input_error
 from mla_interop.exchange import TensorSpec, is_tracer
-from mla_interop.prefill import Bound, Options, Resolved, bind, dense_call, make_options, metadata_for, resolve
+from mla_interop.prefill import Options, bind, dense_call, make_options, metadata_for, resolve
 from mla_interop.sequences import PrefillMetadata
 
 _ROUTES = ("ffi", "callback")
@@ -77,12 +78,18 @@ def mla_prefill(
         raise input_error("route", repr(route), "'ffi' or 'callback'")
     q, k, v = (_array(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     options = make_options(scale, is_causal, return_lse, backend, fallback, padding)
+    split = sharding.explicit_split(q, k, v)
+    run = functools.partial(_call, options=options, route=route)
     if q.ndim == 4:
-        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, metadata)
-        return dense_call(q, k, v, lengths, lambda q, k, v, metadata: _call(q, k, v, _specs(q, k, v), options, metadata, route))
-    specs = _specs(q, k, v)
-    metadata = metadata_for(q.shape, k.shape, metadata, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, check)
-    return _call(q, k, v, specs, options, metadata, route)
+        lengths, packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, metadata), run
+
+        def run(q: Any, k: Any, v: Any, _: None) -> Any:
+            return dense_call(q, k, v, lengths, packed)
+
+        metadata = None
+    else:
+        metadata = metadata_for(q.shape, k.shape, metadata, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, check)
+    return run(q, k, v, metadata) if split is None else sharding.run_split(split, run, q, k, v, metadata, return_lse)
 
 
 def prepare_metadata(cu_seqlens_q: Any, cu_seqlens_k: Any = None, *, device: Any = None, **options: Any) -> PrefillMetadata:
@@ -100,23 +107,16 @@ def prepare_metadata(cu_seqlens_q: Any, cu_seqlens_k: Any = None, *, device: Any
     return metadata.with_arrays(*arrays)
 
 
-def _flatten(metadata: PrefillMetadata) -> tuple[tuple[Any, Any, Any], sequences.Bounds]:
-    return (metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.plan), metadata.bounds
-
-
-def _unflatten(bounds: sequences.Bounds, arrays: tuple[Any, Any, Any]) -> PrefillMetadata:
-    return PrefillMetadata(*arrays, bounds)
-
-
 if not getattr(PrefillMetadata, "_is_jax_pytree", False):  # importlib.reload runs this again; JAX refuses a second registration
-    jax.tree_util.register_pytree_node(PrefillMetadata, _flatten, _unflatten)
+    # By its fields' names, so that no Python runs when a jitted function takes it. What only the host knows stays outside.
+    jax.tree_util.register_dataclass(PrefillMetadata, ["cu_seqlens_q", "cu_seqlens_k", "plan"], ["bounds"], ["host", "_memo"])
     PrefillMetadata._is_jax_pytree = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _call(q: Any, k: Any, v: Any, specs: tuple[TensorSpec, TensorSpec, TensorSpec], options: Options, metadata: PrefillMetadata, route: str) -> Any:
+def _call(q: Any, k: Any, v: Any, metadata: PrefillMetadata, options: Options, route: str) -> Any:
     if options.backend is None and metadata.bounds.backend is not None:
         options = options._replace(backend=metadata.bounds.backend)
-    call = resolve(*specs, options, metadata.bounds.num_seqs, metadata.has_lengths)
+    call = resolve(*_specs(q, k, v), options, metadata.bounds.num_seqs, metadata.has_lengths)
     bound = bind(call, metadata, k.shape[0], exact=False)
     if bound.empty:
         out = jnp.zeros(call.out_shape, call.out_dtype)
@@ -125,60 +125,13 @@ def _call(q: Any, k: Any, v: Any, specs: tuple[TensorSpec, TensorSpec, TensorSpe
     if options.padding == "any" and metadata.host is None and metadata.bounds.padded_k:
         v = sequences.clear_tail(v, jnp.asarray(lengths[1]))
     if call.kernel.kind == "array":
-        out, lse = _array_code(call.scale, options.is_causal, call.kernel.launch, q, k, v, *lengths)
+        out, lse = array_code(call.scale, options.is_causal, call.kernel.launch, q, k, v, *lengths)
     elif route == "callback":
-        out, lse = callback.pure_callback(call.kernel.function, _call_spec(call, bound, k.shape[0]), q, k, v, *lengths, bound.metadata.plan)
+        spec = KernelCall.of(call, bound, k.shape[0]).spec
+        out, lse = callback.pure_callback(call.kernel.function, spec, q, k, v, *lengths, bound.metadata.plan)
     else:
-        out, lse = _custom_call(_call_spec(call, bound, k.shape[0]), q, k, v, *lengths, bound.metadata.plan)
+        out, lse = custom_call(KernelCall.of(call, bound, k.shape[0]), q, k, v, *lengths, bound.metadata.plan)
     return (out, lse) if options.return_lse else out
-
-
-def _call_spec(call: Resolved, bound: Bound, rows_k: int) -> CallSpec:
-    kernel = call.kernel
-    return CallSpec(
-        backend=call.backend.get_name(),
-        kind=kernel.kind,
-        kernel=kernel.register(),
-        out_shape=call.out_shape,
-        out_dtype=np.dtype(call.out_dtype),
-        lse_shape=call.lse_shape if call.options.return_lse else None,
-        scratch_floats=bound.scratch_floats,
-        scale=call.scale,
-        max_seqlen_q=bound.max_seqlen_q,
-        max_seqlen_k=bound.max_seqlen_k,
-        finish=bound.finish,
-        num_k=bound.num_tokens_k if bound.num_tokens_k < rows_k else -1,
-    )
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _array_code(scale: float, is_causal: bool, attention: Any, q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[Any, Any]:
-    with jax.default_matmul_precision("highest"):  # float32 products would be TF32 on a GPU
-        return attention(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, is_causal)
-
-
-@functools.partial(jax.jit, static_argnums=(0,), inline=True)
-def _custom_call(spec: CallSpec, q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, plan: Any) -> tuple[Any, Any]:
-    @jax.custom_batching.custom_vmap
-    def call(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, plan: Any) -> tuple[Any, Any]:
-        return ffi.call(spec, q, k, v, cu_seqlens_q, cu_seqlens_k, plan)
-
-    @call.def_vmap
-    def refuse_vmap(axis_size: int, in_batched: Any, *args: Any) -> Any:
-        raise MLAUnsupportedError(
-            f"mla_prefill ({spec.backend}) under jax.vmap: packed input is a batch already. Give all sequences in one call with cu_seqlens, "
-            "or a dense [B, T, N, D] batch; backend='REFERENCE' can be vmapped."
-        )
-
-    def refuse_jvp(primals: Any, tangents: Any) -> Any:
-        raise MLAUnsupportedError(
-            f"mla_prefill ({spec.backend}) is forward only: it cannot be differentiated (jax.grad, jax.jvp). "
-            "Stop gradients at its inputs with jax.lax.stop_gradient, or use backend='REFERENCE', which is differentiable."
-        )
-
-    forward_only = jax.custom_jvp(call)
-    forward_only.defjvp(refuse_jvp)
-    return forward_only(q, k, v, cu_seqlens_q, cu_seqlens_k, plan)
 
 
 def _array(name: str, x: Any) -> Any:
@@ -192,23 +145,6 @@ def _array(name: str, x: Any) -> Any:
 
 
 def _specs(q: Any, k: Any, v: Any) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
-    shared = _default_device() if any(map(is_tracer, (q, k, v))) else None
-    made = [TensorSpec(x.shape, None, x.dtype.name, *(shared or _device(x.devices()))) for x in (q, k, v)]
+    shared = traced_device() if any(map(is_tracer, (q, k, v))) else None
+    made = [TensorSpec(x.shape, None, x.dtype.name, *(shared or device_of(x.devices()))) for x in (q, k, v)]
     return made[0], made[1], made[2]
-
-
-def _default_device() -> tuple[str, int]:
-    """Where a traced program will run, as far as tracing can know: JAX's default device."""
-    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    if isinstance(device, jax.Device):
-        return _device({device})
-    return _platform(device or jax.default_backend()), 0
-
-
-def _device(devices: set[Any]) -> tuple[str, int]:
-    device = min(devices, key=lambda device: device.id)
-    return _platform(device.platform), device.local_hardware_id or 0
-
-
-def _platform(platform: str) -> str:
-    return "cuda" if platform in ("gpu", "cuda") else platform

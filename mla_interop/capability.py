@@ -3,10 +3,13 @@
 The driver is asked through ctypes, so that neither torch nor JAX has to be imported, and no CUDA context is made.
 """
 
+import contextlib
+import contextvars
 import ctypes
 import functools
 import os
 import platform
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from mla_interop.errors import MLAUnavailableError, input_error
@@ -54,15 +57,47 @@ KNOWN_GPUS = {
 }
 
 _ATTRIBUTE_SM_COUNT, _ATTRIBUTE_MAJOR, _ATTRIBUTE_MINOR = 16, 75, 76
+_stated: contextvars.ContextVar[DeviceProperties | None] = contextvars.ContextVar("mla_interop_stated_target", default=None)
 
 
-@functools.cache
+@contextlib.contextmanager
+def state_target(gpu: str | DeviceProperties) -> Iterator[DeviceProperties]:
+    """Inside, every CUDA device counts as ``gpu``, and no driver is asked: for programs that are made here and run elsewhere.
+
+    Nothing is loaded for a stated target: its kernels need not run on this machine.
+
+    Args:
+        gpu: A name out of ``KNOWN_GPUS``, in any case, or the properties of another GPU.
+
+    Raises:
+        MLAInputError: The name is unknown.
+    """
+    properties = KNOWN_GPUS.get(gpu.lower()) if isinstance(gpu, str) else gpu
+    if not isinstance(properties, DeviceProperties):
+        raise input_error("target", repr(gpu), f"{', '.join(KNOWN_GPUS)}, or a DeviceProperties")
+    token = _stated.set(properties)
+    try:
+        yield properties
+    finally:
+        _stated.reset(token)
+
+
+def stated_target() -> DeviceProperties | None:
+    """The GPU that :func:`state_target` stated here, if it did: part of every cache key whose entry depends on a device."""
+    return _stated.get()
+
+
 def device_properties(index: int = 0) -> DeviceProperties:
-    """Properties of CUDA device ``index`` (the driver's numbering, which torch and JAX share).
+    """Properties of CUDA device ``index`` (the driver's numbering, which torch and JAX share); those of the stated target, if there is one.
 
     Raises:
         MLAUnavailableError: There is no CUDA driver, or no such device.
     """
+    return _stated.get() or _read_properties(index)
+
+
+@functools.cache
+def _read_properties(index: int) -> DeviceProperties:
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError as error:

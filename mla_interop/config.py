@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from mla_interop.capability import stated_target
 from mla_interop.errors import MLAInputError, input_error
 from mla_interop.installed import assumed
 
@@ -188,9 +189,9 @@ def config_in_use() -> tuple[MLAPrefillConfig | None, MLAPrefillConfig | None]:
 
 
 def environment_key() -> tuple[Any, ...]:
-    """The raw values of our variables, and the configuration in use: part of every cache key whose entry depends on them
-    (flash-linear-attention#881)."""
-    return (*map(os.environ.get, ENVIRONMENT.values()), os.environ.get("MLA_INTEROP_CACHE"), assumed(), *config_in_use())
+    """The raw values of our variables, the configuration in use and the stated target: part of every cache key whose entry depends on
+    them (flash-linear-attention#881)."""
+    return (*map(os.environ.get, ENVIRONMENT.values()), os.environ.get("MLA_INTEROP_CACHE"), assumed(), stated_target(), *config_in_use())
 
 
 def _checked(config: MLAPrefillConfig | Mapping[str, object]) -> MLAPrefillConfig:

@@ -65,7 +65,11 @@ def host_values(array: Any) -> np.ndarray | None:
         return np.asarray(array)
     if is_tracer(array) or not hasattr(array, "__dlpack_device__"):
         return None
-    if int(array.__dlpack_device__()[0]) != 1:
+    try:
+        on_host = int(array.__dlpack_device__()[0]) == 1
+    except BufferError:  # a JAX array of several devices has no one device
+        return None
+    if not on_host:
         return None
     # torch refuses to export what requires grad, and JAX exports read-only memory that older NumPy rejects: __array__ serves both.
     return np.asarray(array.detach() if hasattr(array, "detach") else array)

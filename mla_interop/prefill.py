@@ -177,12 +177,24 @@ def bind(call: Resolved, metadata: PrefillMetadata, num_tokens_k: int, exact: bo
     if call.kernel.plan is not None and not call.empty and readable:
         metadata = call.backend.with_plan(_with_rows(metadata, tokens))
     empty = call.empty or readable == 0
-    if call.kernel.prepare is None or empty:
-        scratch = call.kernel.scratch_floats(tokens, call.out_shape[1], call.options.return_lse)
-    else:
-        shape = CallShape(tokens, readable, bounds.num_seqs, max_q, max_k, call.options.return_lse, call.device_index, call.strides)
-        scratch = call.kernel.prepare(shape)
+    scratch = 0 if empty else workspace(call, readable, bounds.num_seqs, max_q, max_k)
     return Bound(metadata, max_q, max_k, finish, readable, scratch, empty)
+
+
+def workspace(call: Resolved, num_tokens_k: int, num_seqs: int, max_seqlen_q: int, max_seqlen_k: int) -> int:
+    """float32 elements of scratch that a launch needs; a kernel that prepares for its calls does so here."""
+    (tokens, heads, _), kernel, needs_lse = call.out_shape, call.kernel, call.options.return_lse
+    if kernel.prepare is None:
+        return kernel.scratch_floats(tokens, heads, needs_lse)
+    return kernel.prepare(CallShape(tokens, num_tokens_k, num_seqs, max_seqlen_q, max_seqlen_k, needs_lse, call.device_index, call.strides))
+
+
+def with_heads(call: Resolved, heads: int) -> Resolved:
+    """A resolved call of compact arrays for another number of heads, by the same kernel: one device's part of a call split by heads."""
+    config, (tokens, _, v_head_dim) = replace(call.backend.config, num_heads=heads), call.out_shape
+    backend = select(config, f"{call.backend.get_name()}.{call.kernel.variant}")
+    qk, v = (heads * config.dimensions.qk_head_dim, config.dimensions.qk_head_dim), (heads * v_head_dim, v_head_dim)
+    return replace(call, backend=backend, out_shape=(tokens, heads, v_head_dim), lse_shape=(heads, tokens), strides=(qk, qk, v))
 
 
 def metadata_for(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mla_interop.backends.base import Kernel, MLAPrefillBackend
-from mla_interop.capability import DeviceCapability
+from mla_interop.capability import DeviceCapability, stated_target
 from mla_interop.kernels import cudnn_graph
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ class CudnnBackend(MLAPrefillBackend):
         reasons = cudnn_graph.unsupported_reasons(capability, config.dtype, *head_dims)
         if config.scale is not None and config.scale <= 0:
             reasons.append(f"scale {config.scale:g} (allowed: > 0)")
+        if stated_target() is not None:
+            reasons.append("a target that is only stated (allowed: the device itself, where its plan is made when a call is prepared or traced)")
         if reasons:
             return [], [f"graph: {reason}" for reason in reasons]
         kernel = Kernel(
