@@ -6,6 +6,18 @@ from jax_side.attention import write_latent_cache as write_latent_cache
 from jax_side.ffi import EXPORT_CHECKS as EXPORT_CHECKS
 from jax_side.functional import mla_prefill as mla_prefill
 from jax_side.functional import prepare_metadata as prepare_metadata
+from jax_side.parallel import context_parallel_mla_prefill as context_parallel_mla_prefill
+from jax_side.parallel import sharded_mla_prefill as sharded_mla_prefill
 from jax_side.target import target as target
 
-__all__ = ["EXPORT_CHECKS", "mla_attention", "mla_prefill", "prepare_context_metadata", "prepare_metadata", "target", "write_latent_cache"]
+__all__ = [
+    "EXPORT_CHECKS",
+    "context_parallel_mla_prefill",
+    "mla_attention",
+    "mla_prefill",
+    "prepare_context_metadata",
+    "prepare_metadata",
+    "sharded_mla_prefill",
+    "target",
+    "write_latent_cache",
+]
