@@ -355,9 +355,7 @@ def test_the_graph_that_cudnn_is_given(causal: int, stats: int) -> None:
     rows = 2048 if stats == HEAD_MAJOR else 0
     words = [0, 1, causal, stats, rows, 4, 512, 1024, 3, 192, 128, 576, 192, 576, 192, 768, 256]
     graph = json.loads(cudnn_graph._graph((9, 0)).describe(words, 90))
-    tensors = (
-        {tensor["name"]: tensor for tensor in graph["tensors"].values()} if isinstance(graph["tensors"], dict) else {t["name"]: t for t in graph["tensors"]}
-    )
+    tensors = {tensor["name"]: tensor for tensor in graph["tensors"]}
     shapes = {name: (tensor["dim"], tensor["stride"]) for name, tensor in tensors.items()}
     assert shapes["q"] == ([4, 3, 512, 192], [512 * 576, 192, 576, 1])
     assert shapes["k"] == ([4, 3, 1024, 192], [1024 * 576, 192, 576, 1])
