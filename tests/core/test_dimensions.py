@@ -16,11 +16,11 @@ from mla_interop.dimensions import dimensions_from_config, read_config, yarn_msc
 R1 = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 # (nope, rope, v) to what serves it, on a GPU of compute capability 9.0 and on a CPU, with every package installed (vllm#48855).
 SUPPORT = {
-    (128, 64, 128): {"FLASH_ATTN", "FLASHINFER", "CPU_SDPA", "REFERENCE"},
-    (192, 64, 256): {"FLASH_ATTN", "FLASHINFER", "CPU_SDPA", "REFERENCE"},
-    (256, 0, 256): {"FLASH_ATTN", "FLASHINFER", "CPU_SDPA", "REFERENCE"},
-    (64, 32, 64): {"FLASH_ATTN", "CPU_SDPA", "REFERENCE"},
-    (64, 64, 128): {"FLASH_ATTN", "FLASHINFER", "CPU_SDPA", "REFERENCE"},
+    (128, 64, 128): {"FLASH_ATTN", "FLASHINFER", "CUDNN", "CPU_SDPA", "REFERENCE"},
+    (192, 64, 256): {"FLASH_ATTN", "FLASHINFER", "CUDNN", "CPU_SDPA", "REFERENCE"},
+    (256, 0, 256): {"FLASH_ATTN", "FLASHINFER", "CUDNN", "CPU_SDPA", "REFERENCE"},
+    (64, 32, 64): {"FLASH_ATTN", "CUDNN", "CPU_SDPA", "REFERENCE"},
+    (64, 64, 128): {"FLASH_ATTN", "FLASHINFER", "CUDNN", "CPU_SDPA", "REFERENCE"},
 }
 
 
