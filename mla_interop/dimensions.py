@@ -137,7 +137,8 @@ def softmax_scale(config: object) -> float:
     if not isinstance(rope, Mapping):
         return scale
     all_dim, factor = rope.get("mscale_all_dim"), rope.get("factor")
-    if not all_dim or not factor:
+    plain = rope.get("rope_type", rope.get("type", "")) == "default"  # says that no scaling is on, whatever fields were left behind
+    if plain or not all_dim or not factor:
         return scale
     mscale = yarn_mscale(float(factor), float(all_dim))
     return scale * mscale * mscale

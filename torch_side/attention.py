@@ -137,7 +137,7 @@ def write_latent_cache(cache: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tens
         return
     # A token without a slot repeats the first token that has one, which writes the same twice; and if none has, what slot 0 holds already.
     present = slot_mapping >= 0
-    stand_in = present.int().argmax()
+    stand_in = present.int().argmax(0, keepdim=True)  # of one dimension: an index of none would be read back
     slots = torch.where(present, slot_mapping, slot_mapping[stand_in]).long()
     some = slots >= 0
     slots = slots.clamp(min=0)

@@ -1,6 +1,7 @@
 """Keys and values from latents: the up-projection writes k where the kernel reads it, so that K is never put together by a copy."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,28 +52,39 @@ def check_grad(**tensors: Any) -> None:
 def project_weight(weight: torch.Tensor, dimensions: MLADimensions, buffer: torch.Tensor) -> Callable[[Any, Any], tuple[Any, Any]]:
     """A walk's ``project`` by a weight.
 
-    Per head, a row of the buffer is k_nope, k_pe, v. One product a head and part writes k_nope and v at their places.
+    Per head, a row of the buffer is k_nope, k_pe, v. On a GPU, one product a head and part writes k_nope and v at their places; a CPU's
+    batched product would copy there, so one product makes both, in memory of its own, and v stays where it is.
 
     Args:
         weight: ``[N, L, P + V]``.
         dimensions: P, R, V.
         buffer: ``[rows, N, P + R + V]``.
     """
+    return partial(_in_place if buffer.is_cuda else _copied, weight, dimensions, buffer)
+
+
+def _in_place(weight: torch.Tensor, dimensions: MLADimensions, buffer: torch.Tensor, kv_c: torch.Tensor, k_pe: Any) -> tuple[Any, Any]:
     nope, width = dimensions.qk_nope_head_dim, dimensions.qk_head_dim
-    weight_k, weight_v = weight[..., :nope], weight[..., nope:]
+    kv = buffer[: kv_c.shape[0]]
+    for latent, made in zip(kv_c.split(ROWS_AT_A_TIME), kv.split(ROWS_AT_A_TIME), strict=True):
+        heads_first, shared = made.transpose(0, 1), latent.expand(weight.shape[0], -1, -1)
+        torch.bmm(shared, weight[..., :nope], out=heads_first[..., :nope])
+        torch.bmm(shared, weight[..., nope:], out=heads_first[..., width:])
+    if width > nope:
+        target, source = _widest(kv[..., nope:width], k_pe[:, None, :])
+        target.copy_(source)
+    return kv[..., :width], kv[..., width:]
 
-    def project(kv_c: torch.Tensor, k_pe: Any) -> tuple[Any, Any]:
-        kv = buffer[: kv_c.shape[0]]
-        for latent, made in zip(kv_c.split(ROWS_AT_A_TIME), kv.split(ROWS_AT_A_TIME), strict=True):
-            heads_first, shared = made.transpose(0, 1), latent.expand(weight.shape[0], -1, -1)
-            torch.bmm(shared, weight_k, out=heads_first[..., :nope])
-            torch.bmm(shared, weight_v, out=heads_first[..., width:])
-        if width > nope:
-            target, source = _widest(kv[..., nope:width], k_pe[:, None, :])
-            target.copy_(source)
-        return kv[..., :width], kv[..., width:]
 
-    return project
+def _copied(weight: torch.Tensor, dimensions: MLADimensions, buffer: torch.Tensor, kv_c: torch.Tensor, k_pe: Any) -> tuple[Any, Any]:
+    nope, width = dimensions.qk_nope_head_dim, dimensions.qk_head_dim
+    kv = (kv_c @ weight.transpose(0, 1).flatten(1)).unflatten(1, (weight.shape[0], -1))
+    if width == nope:
+        return kv[..., :nope], kv[..., nope:]
+    k = buffer[: kv_c.shape[0], :, :width]
+    k[..., :nope] = kv[..., :nope]
+    k[..., nope:] = k_pe[:, None, :]
+    return k, kv[..., nope:]
 
 
 def project_function(function: Callable[[Any], Any], dimensions: MLADimensions, buffer: torch.Tensor) -> Callable[[Any, Any], tuple[Any, Any]]:

@@ -14,6 +14,8 @@ from mla_interop import MLAInputError, walk
 torch = pytest.importorskip("torch")
 torch_side = pytest.importorskip("torch_side")
 
+from torch_side import projection  # noqa: E402
+
 CASE = LatentCase((5, 3, 9), (70, 0, 131))
 NAMES = ("q", "kv_c", "k_pe", "cache", "weight")
 
@@ -246,3 +248,40 @@ def test_metadata_of_the_core_is_moved_once() -> None:
     assert_near(call(given, metadata), CASE.expected())
     assert_near(call(given, metadata), CASE.expected())
     assert len([key for key in metadata.new._memo if key[0] == "context rows"]) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rope", [0, 8, 3])
+def test_products_in_place_are_the_projection(dtype: Any, rope: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU does, done here: k_nope and v go to their places in a poisoned buffer, a few rows at a time."""
+    monkeypatch.setattr(projection, "ROWS_AT_A_TIME", 4)
+    dims = mla_interop.MLADimensions(qk_nope_head_dim=16, qk_rope_head_dim=rope, v_head_dim=8)
+    make = torch.Generator().manual_seed(rope)
+    latents, weight = torch.randn(11, 24 + rope, generator=make).to(dtype), torch.randn(24, 3 * 24, generator=make).to(dtype)
+    buffer = torch.full((13, 3, 24 + rope), math.nan, dtype=dtype)
+    k, v = projection._in_place(projection.weight_of(weight, 3), dims, buffer, latents[:, :24], latents[:, 24:])
+    plain_k, plain_v = walk.project(weight, dims, latents[:, :24], latents[:, 24:])
+    assert k.data_ptr() == buffer.data_ptr() and torch.isnan(buffer[11:]).all()
+    torch.testing.assert_close(k, plain_k)
+    torch.testing.assert_close(v, plain_v)
+
+
+@pytest.mark.gpu
+def test_products_in_place_copy_nothing_on_a_gpu() -> None:
+    """torch.bmm makes a contiguous copy of an out that cuBLAS cannot write; the layout must be one it can."""
+    dims = mla_interop.MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    latents = torch.randn(4096, 576, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(512, 16 * 256, device="cuda", dtype=torch.bfloat16)
+    for kv_b in (weight, linear(weight).to("cuda", torch.bfloat16)):
+        buffer = torch.empty(4096, 16, 320, device="cuda", dtype=torch.bfloat16)
+        project = projection.project_weight(projection.weight_of(kv_b, 16), dims, buffer)
+        project(latents[:, :512], latents[:, 512:])  # cuBLAS allocates its workspace on first use
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        k, v = project(latents[:, :512], latents[:, 512:])
+        torch.cuda.synchronize()
+        assert torch.cuda.max_memory_allocated() - before < 1 << 20
+        plain_k, plain_v = walk.project(weight, dims, latents[:, :512], latents[:, 512:])
+        torch.testing.assert_close(k, plain_k, rtol=2e-2, atol=0.2)
+        torch.testing.assert_close(v, plain_v, rtol=2e-2, atol=0.2)
