@@ -9,7 +9,7 @@ import torch
 
 import jax_side
 from mla_interop.bench.problems import QK_HEAD_DIM, V_HEAD_DIM, Problem
-from mla_interop.bench.torch_contenders import Contender, config_for, kernels_here
+from mla_interop.bench.torch_contenders import Contender, config_for, kernels_here, with_lse
 
 CHAIN = 10
 
@@ -18,7 +18,7 @@ def contenders(problem: Problem, q: Any, k: Any, v: Any, dtype: str) -> Iterator
     """All of them; q, k, v are torch tensors, whose memory JAX shares where it can (it takes no strided V)."""
     arrays = tuple(jax.dlpack.from_dlpack(x.contiguous()) for x in (q, k, v))
     for backend, kernel in kernels_here(problem, q.device.type, dtype):
-        for lse in (False, True):
+        for lse in with_lse(kernel):
             yield _frontend(problem, arrays, dtype, q.device.type, f"{backend}.{kernel.variant}", lse)
     yield from _fa4_jax(problem, arrays)
     if len(set(problem.lengths)) == 1:

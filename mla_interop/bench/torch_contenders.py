@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 import torch_side
-from mla_interop import select
 from mla_interop.backends.base import Kernel
 from mla_interop.backends.registry import backend_class
 from mla_interop.bench.problems import QK_HEAD_DIM, V_HEAD_DIM, Problem
 from mla_interop.dimensions import MLADimensions
+from mla_interop.prefill import Options, bind, resolve
 from mla_interop.selector import MLAPrefillSelectorConfig
+from torch_side.launch import spec
 
 
 @dataclass
@@ -60,11 +61,16 @@ def config_for(problem: Problem, device: str, dtype: str, lse: bool) -> MLAPrefi
 def kernels_here(problem: Problem, device: str, dtype: str) -> Iterator[tuple[str, Kernel]]:
     """Every kernel of every backend but REFERENCE that can serve the problem on this machine."""
     config = config_for(problem, device, dtype, True)
-    for name in ("FLASH_ATTN", "FLASHINFER", "CPU_SDPA"):
+    for name in ("FLASH_ATTN", "FLASHINFER", "CUDNN", "CPU_SDPA"):
         cls = backend_class(name)
         if not cls.validate_configuration(config):
             for kernel in cls.kernels(config)[0]:
                 yield name, kernel
+
+
+def with_lse(kernel: Kernel) -> tuple[bool, ...]:
+    """Whether a kernel is measured without LSE and with it; a package's own API computes it in any case."""
+    return (False, True) if kernel.kind == "compiled" else (True,)
 
 
 def contenders(problem: Problem, q: Any, k: Any, v: Any, dtype: str) -> Iterator[Contender]:
@@ -72,7 +78,7 @@ def contenders(problem: Problem, q: Any, k: Any, v: Any, dtype: str) -> Iterator
     device = q.device.type
     for backend, kernel in kernels_here(problem, device, dtype):
         name = f"{backend}.{kernel.variant}"
-        for lse in (False, True):
+        for lse in with_lse(kernel):
             yield _frontend(problem, q, k, v, name, lse)
         if kernel.kind == "compiled":
             yield from _raw(problem, q, k, v, dtype, name)
@@ -98,15 +104,16 @@ def _frontend(problem: Problem, q: Any, k: Any, v: Any, backend: str, lse: bool)
 
 def _raw(problem: Problem, q: Any, k: Any, v: Any, dtype: str, backend: str) -> Iterator[Contender]:
     """The kernel object alone, into buffers that exist: what a call cannot be faster than; and its CUDA graph, without any launch cost."""
-    ready = select(config_for(problem, q.device.type, dtype, False), backend)
-    metadata = ready.with_plan(torch_side.prepare_metadata(problem.cu_seqlens))
+    ready = resolve(spec(q), spec(k), spec(v), Options(backend=backend), len(problem.lengths), True)
+    bound = bind(ready, torch_side.prepare_metadata(problem.cu_seqlens), problem.tokens, exact=True)
     cu = torch.tensor(problem.cu_seqlens, device=q.device)
-    plan = None if metadata.plan is None else torch.tensor(metadata.plan, device=q.device)
+    plan = None if bound.metadata.plan is None else torch.tensor(bound.metadata.plan, device=q.device)
+    scratch = torch.empty(bound.scratch_floats, device=q.device) if bound.scratch_floats else None
     out = torch.empty(problem.tokens, problem.heads, V_HEAD_DIM, dtype=q.dtype, device=q.device)
     longest, scale, launch = max(problem.lengths), QK_HEAD_DIM**-0.5, ready.kernel.launch
 
     def call() -> None:
-        launch(q, k, v, cu, cu, plan, None, out, None, scale, longest, longest, 0)
+        launch(q, k, v, cu, cu, plan, scratch, out, None, scale, longest, longest, 0)
 
     def result() -> tuple[Any, Any]:
         out.fill_(float("nan"))
