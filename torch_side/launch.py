@@ -51,6 +51,7 @@ class Prepared(NamedTuple):
 
 # Calls whose lengths only the device knows: what they share does not depend on the metadata object, and outlives it.
 _shared: dict[Any, Prepared] = {}
+find_shared = _shared.get
 
 
 def call(q: Any, k: Any, v: Any, options: Options, metadata: PrefillMetadata, out: Any, own: bool = False) -> Any:
@@ -63,7 +64,7 @@ def call(q: Any, k: Any, v: Any, options: Options, metadata: PrefillMetadata, ou
     return launch(*found, q, k, v, out)
 
 
-def call_key(q: Any, k: Any, v: Any, options: Options) -> Any:
+def call_key(q: Any, k: Any, v: Any, options: Any) -> Any:
     """What of a call decides what runs, but for its lengths.
 
     Raises:

@@ -22,7 +22,7 @@ from mla_interop.errors import MLAInputError, input_error
 from mla_interop.exchange import TensorSpec
 from mla_interop.prefill import Options, make_options, metadata_for
 from mla_interop.sequences import Bounds, PrefillMetadata, dense_metadata
-from torch_side.launch import DTYPE_NAMES, call, call_key, check_out, launch, no_memory, on_device, prepared_for
+from torch_side.launch import DTYPE_NAMES, call, call_key, check_out, find_shared, launch, no_memory, on_device, prepared_for
 
 _ARGUMENTS = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? plan, SymInt? num_tokens_q, SymInt? num_tokens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
@@ -35,6 +35,7 @@ _library = torch.library.Library("mla_interop", "DEF")
 _library.define(f"prefill(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor)", tags=_TAGS)
 _library.define(f"prefill_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {_ARGUMENTS}) -> Tensor", tags=_TAGS)
 prefill_op = torch.ops.mla_interop.prefill.default
+_NO_BOUNDS = Bounds(0, None, None, True, True, None, None)
 prefill_out_op = torch.ops.mla_interop.prefill_out.default
 
 
@@ -105,18 +106,24 @@ def _environment() -> str:
 
 def _run(q: Any, k: Any, v: Any, out: Any, cu_q: Any, cu_k: Any, plan: Any, *rest: Any) -> Any:
     """The operator: what an eager call does, but that nothing is known of the lengths except bounds."""
-    tokens_q, tokens_k, max_q, max_k, padded_q, padded_k, same, plan_for, scale, is_causal, return_lse, backend, fallback, padding, _ = rest
+    if cu_q is None:
+        return _run_equal(q, k, v, out, _options(rest))
+    key = call_key(q, k, v, rest), cu_q.shape, plan is None
+    prepared = find_shared(key)
+    if prepared is None:
+        tokens_q, tokens_k, max_q, max_k, padded_q, padded_k, same, plan_for = rest[:8]
+        bounds = Bounds(cu_q.shape[0] - 1, tokens_q, tokens_k, padded_q, padded_k, max_q, max_k, same, plan_for)
+        prepared = prepared_for(q, k, v, _options(rest), bounds, plan is not None, key)
+    if cu_q.device != q.device or cu_k.device != q.device or not (cu_q.is_contiguous() and cu_k.is_contiguous()):
+        cu_q, cu_k, plan = on_device(PrefillMetadata(cu_q, cu_k, plan, _NO_BOUNDS), q.device)  # refuses the one, copies the other
+    return launch(prepared, (cu_q, cu_k, plan), q, k, v, out)
+
+
+def _options(rest: tuple[Any, ...]) -> Options:
+    scale, is_causal, return_lse, backend, fallback, padding, _ = rest[8:]
     if backend is not None and "," in backend:
         backend = tuple(backend.split(","))
-    options = Options(scale, is_causal, return_lse, backend, fallback, padding)
-    if cu_q is None:
-        return _run_equal(q, k, v, out, options)
-    key = call_key(q, k, v, options), cu_q.shape, plan is None, rest
-    bounds = Bounds(cu_q.shape[0] - 1, tokens_q, tokens_k, padded_q, padded_k, max_q, max_k, same, plan_for)
-    prepared = prepared_for(q, k, v, options, bounds, plan is not None, key)
-    if cu_q.device != q.device or cu_k.device != q.device or not (cu_q.is_contiguous() and cu_k.is_contiguous()):
-        cu_q, cu_k, plan = on_device(PrefillMetadata(cu_q, cu_k, plan, bounds), q.device)  # refuses the one, copies the other
-    return launch(prepared, (cu_q, cu_k, plan), q, k, v, out)
+    return Options(scale, is_causal, return_lse, backend, fallback, padding)
 
 
 def _run_equal(q: Any, k: Any, v: Any, out: Any, options: Options) -> Any:
@@ -166,15 +173,6 @@ def _fake_prefill_out(q: Any, k: Any, v: Any, out: Any, cu_q: Any, *rest: Any) -
     return _fake_lse(q, k, v, cu_q, rest[12])
 
 
-def _below_autograd(operator: Any) -> Any:
-    def run(*arguments: Any) -> Any:
-        check_grad(*arguments[:3])
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator(*arguments)
-
-    return run
-
-
 def check_grad(q: Any, k: Any, v: Any) -> None:
     """Refuse what would need a backward pass, before anything is launched.
 
@@ -202,7 +200,6 @@ for _operator, _real, _fake in ((prefill_op, _prefill, _fake_prefill), (prefill_
     _name = _operator.name()
     for _key in ("CPU", "CUDA"):
         _library.impl(_operator, _real, _key)
-    _library.impl(_operator, _below_autograd(_operator), "Autograd")
     torch.library.register_fake(_name, _fake, lib=_library)
     torch.library.register_vmap(_name, _vmap, lib=_library)
 
