@@ -113,7 +113,8 @@ def prepare_context_metadata(
         block_table: Integers ``[B, max_blocks]``: where each request's blocks lie in the cache; on the host, or an array on the device of the
             cache, which is not read back. Entries past a request's context may hold anything.
         block_size: Tokens of one cache block.
-        workspace_rows: W, the most rows of context that are expanded at a time; None: all at once, one chunk (vllm#14069).
+        workspace_rows: W, the most rows of context that are expanded at a time; None: no limit (vllm#14069), so that only a request
+            without a context in between ends a chunk of the exact layout.
         alignment: Contexts are split at its multiples only. None: the block size if W allows it (1 in the padded layout).
         num_tokens: T of a padded q, as ``num_tokens_q`` of ``prepare_metadata``.
         num_context_rows: The bucket of the total, for the padded layout; see :func:`context_bucket`. None: the exact layout.

@@ -191,7 +191,7 @@ def check(
         raise input_error("cache", got, f"[blocks, {metadata.bounds.block_size}, L + R], since the metadata has a context in such blocks")
     if kv_c is not None:
         _check_latents(q, kv_c, k_pe)
-    found, rank = _dimensions(q, kv_c, k_pe, weight, cache if has_context else None, dimensions)
+    found, rank = _dimensions(q, kv_c, k_pe, weight, cache, dimensions)
     if has_context:
         _check_cache(cache, cache_scale, metadata, rank + found.qk_rope_head_dim)
     return found, rank
@@ -221,11 +221,13 @@ def _dimensions(q: Any, kv_c: Any, k_pe: Any, weight: tuple[int, int] | None, ca
     if stated is None:
         if weight is None:
             raise input_error("dimensions", "None", "MLADimensions, since kv_b is a function", "A function's output does not say where k ends and v begins.")
+        if kv_c is None and cache is None:
+            raise input_error("dimensions", "None", "MLADimensions, since there are neither new tokens nor a cache to tell R")
         row = weight[0] if kv_c is None else kv_c.shape[1]
         if kv_c is not None:
             rope = 0 if k_pe is None else k_pe.shape[1]
         else:
-            rope = 0 if cache is None else cache.shape[2] - row
+            rope = cache.shape[2] - row
         nope = width - rope
         stated = MLADimensions(qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=weight[1] // max(heads, 1) - nope)
     if width != stated.qk_head_dim:

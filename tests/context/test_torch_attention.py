@@ -285,3 +285,11 @@ def test_products_in_place_copy_nothing_on_a_gpu() -> None:
         plain_k, plain_v = walk.project(weight, dims, latents[:, :512], latents[:, 512:])
         torch.testing.assert_close(k, plain_k, rtol=2e-2, atol=0.2)
         torch.testing.assert_close(v, plain_v, rtol=2e-2, atol=0.2)
+
+
+def test_nothing_to_attend_to_needs_stated_dimensions() -> None:
+    given, metadata = arguments(LatentCase((5, 3), (0, 0)))
+    with pytest.raises(MLAInputError, match="dimensions: got None"):
+        call({**given, "kv_c": None, "k_pe": None}, metadata, cache=None)
+    out, lse = call({**given, "kv_c": None, "k_pe": None}, metadata, cache=None, dimensions=DIMS)
+    assert out.shape == (8, 3, 24) and not out.any() and torch.isneginf(lse).all()
