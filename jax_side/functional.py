@@ -79,14 +79,10 @@ def mla_prefill(
     q, k, v = (_array(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     options = make_options(scale, is_causal, return_lse, backend, fallback, padding)
     split = sharding.explicit_split(q, k, v)
-    run = functools.partial(_call, options=options, route=route)
+    run: Any = functools.partial(_call, options=options, route=route)
     if q.ndim == 4:
         lengths, packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, metadata), run
-
-        def run(q: Any, k: Any, v: Any, _: None) -> Any:
-            return dense_call(q, k, v, lengths, packed)
-
-        metadata = None
+        run, metadata = (lambda q, k, v, _: dense_call(q, k, v, lengths, packed)), None
     else:
         metadata = metadata_for(q.shape, k.shape, metadata, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, check)
     return run(q, k, v, metadata) if split is None else sharding.run_split(split, run, q, k, v, metadata, return_lse)

@@ -42,7 +42,7 @@ def sharded_mla_prefill(mesh: Any, *, head_axis: Any = None, data_axis: Any = No
     heads, shards = _size(mesh, "head_axis", head_axis), _size(mesh, "data_axis", data_axis)
 
     def call(q: Any, k: Any, v: Any, *, metadata: PrefillMetadata | None = None, check: bool = False, **options: Any) -> Any:
-        lengths = [options.pop(name, None) for name in _LENGTHS]
+        cu_q, cu_k, max_q, max_k = lengths = [options.pop(name, None) for name in _LENGTHS]
         _check_options("sharded_mla_prefill", options)
         return_lse = options.get("return_lse", False)
         dense = q.ndim == 4
@@ -53,11 +53,11 @@ def sharded_mla_prefill(mesh: Any, *, head_axis: Any = None, data_axis: Any = No
             if metadata is not None or any(given is not None for given in lengths):
                 raise MLAInputError("cu_seqlens, max_seqlen, metadata: given with a dense batch; allowed: packed [T, N, D] input, or no lengths.")
         elif data_axis is None:
-            metadata = metadata_for(q.shape, k.shape, metadata, *lengths, check)
+            metadata = metadata_for(q.shape, k.shape, metadata, cu_q, cu_k, max_q, max_k, check)
         elif metadata is not None:
             raise input_error("metadata", "given with data_axis", "cu_seqlens_q and cu_seqlens_k, one prefix sum per shard")
         else:
-            metadata = _per_shard(q.shape[0] // shards, k.shape[0] // shards, shards, *lengths)
+            metadata = _per_shard(q.shape[0] // shards, k.shape[0] // shards, shards, cu_q, cu_k, max_q, max_k)
         split = sharding.Split(mesh, data_axis, head_axis, data_axis)
         return sharding.run_split(split, lambda q, k, v, metadata: mla_prefill(q, k, v, metadata=metadata, **options), q, k, v, metadata, return_lse)
 

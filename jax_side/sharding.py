@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mla_interop.errors import input_error
 from mla_interop.exchange import is_tracer
@@ -70,13 +70,14 @@ def run_split(split: Split, run: Callable[..., Any], q: Any, k: Any, v: Any, met
     lse = PartitionSpec(split.data, split.heads, None) if q.ndim == 4 else PartitionSpec(split.heads, split.data)
     given = () if metadata is None else (metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.plan)
     # Host values stay constants: a kernel that follows a work list can have one made for its number of heads.
-    operands = [x for x in given if x is not None and not isinstance(x, np.ndarray)]
+    operands = [_as_split(x, split) for x in given if x is not None and not isinstance(x, np.ndarray)]
 
     def local(q: Any, k: Any, v: Any, *arrays: Any) -> Any:
         if metadata is None:
             return run(q, k, v, None)
         rest = iter(arrays)
-        return run(q, k, v, metadata.with_arrays(*(x if x is None or isinstance(x, np.ndarray) else next(rest) for x in given)))
+        cu_q, cu_k, plan = (x if x is None or isinstance(x, np.ndarray) else next(rest) for x in given)
+        return run(q, k, v, metadata.with_arrays(cu_q, cu_k, plan))
 
     mapped = jax.shard_map(
         local,
@@ -85,3 +86,10 @@ def run_split(split: Split, run: Callable[..., Any], q: Any, k: Any, v: Any, met
         out_specs=(spec, lse) if return_lse else spec,
     )
     return mapped(q, k, v, *operands)
+
+
+def _as_split(lengths: Any, split: Split) -> Any:
+    """Lengths in the type that an explicit mesh wants them in: constants have none, and may be cut anywhere."""
+    if split.lengths is None or not split.mesh.explicit_axes or any(jax.typeof(lengths).sharding.spec):
+        return lengths
+    return jax.sharding.reshard(lengths, NamedSharding(split.mesh, PartitionSpec(split.lengths)))
