@@ -1,8 +1,5 @@
 """Several processes on the CPU: heads as DTensors, keys spread over ranks; and the arithmetic of both without any process."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +9,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from ranks import run_ranks  # noqa: E402
+
 import torch_side  # noqa: E402
 from mla_interop import MLAInputError  # noqa: E402
 from mla_interop.context_parallel import contribution, share_of  # noqa: E402
-
-WORKER = Path(__file__).with_name("distributed_worker.py")
-
-
-def run_ranks(test: str, world: int, device: str, folder: Path) -> None:
-    """One process a rank; the first that fails is shown."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(WORKER.parent.parent), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(WORKER)]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(world), str(folder / "store"), device, test], stderr=subprocess.PIPE, text=True, env=environment)
-        for rank in range(world)
-    ]
-    try:
-        texts = [rank.communicate(timeout=240)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    failed = [text[-3000:] for rank, text in zip(ranks, texts) if rank.returncode]
-    assert not failed, failed[0]
 
 
 @pytest.mark.parametrize("world", [2, 3])
