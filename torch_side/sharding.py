@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from mla_interop.errors import MLAInputError, input_error
 
 
@@ -56,7 +58,7 @@ def distributed_call(
 
     def whole(local: Any, shape: tuple[int, ...], stride: tuple[int, ...], move: Callable[[int], int]) -> Any:
         placements = [Shard(move(place.dim % q.dim())) if isinstance(place, Shard) else place for place in q.placements]
-        return DTensor.from_local(local, q.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(local, q.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
     out_shape = (*q.shape[:-1], v.shape[-1])
     if not isinstance(made, tuple):

@@ -1,5 +1,6 @@
 """What surrounds the kernels: preparing metadata, planning, importing; and whether a million calls leave the process any larger."""
 
+import gc
 import os
 import statistics
 import subprocess
@@ -86,6 +87,47 @@ def soak(device: str, calls: int = 1_000_000) -> dict[str, Any]:
     run(calls // 200)
     half = run(1)
     return {"name": f"{calls} calls inside jax.jit", "calls": calls, "grown_bytes": run(calls // 200) - half}
+
+
+def torch_soak(device: str, calls: int = 1_000_000) -> dict[str, Any]:
+    """What the process holds before and after ``calls`` calls of ``torch_side.mla_prefill`` whose sizes and lengths change.
+
+    Half of the calls bring lengths, which makes metadata anew; half use metadata, which is replaced every hundred calls.
+
+    Returns:
+        ``{"name": ..., "calls": ..., "grown_bytes": ..., "grown_device_bytes": ..., "grown_files": ..., "grown_threads": ...}``: growth over the
+        second half, when all is warm.
+    """
+    import torch
+
+    import torch_side
+
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    sizes = range(8, 72, 4)
+    inputs = {rows: [torch.ones(rows, 2, width, device=device, dtype=dtype) for width in (192, 192, 128)] for rows in sizes}
+
+    def run(times: int) -> dict[str, int]:
+        for block in range(times):
+            rows = sizes[block % len(sizes)]
+            lengths = [0, 1 + block % 5, rows - block % 3]
+            metadata = torch_side.prepare_metadata(lengths, num_tokens_q=rows, device=device)
+            for _ in range(50):
+                torch_side.mla_prefill(*inputs[rows], metadata=metadata)
+                torch_side.mla_prefill(*inputs[rows], cu_seqlens_q=lengths)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return held(torch.cuda.memory_reserved() if device == "cuda" else 0)
+
+    run(calls // 200)
+    half = run(1)
+    end = run(calls // 200)
+    return {"name": f"{calls} calls from torch", "calls": calls, **{f"grown_{what}": end[what] - half[what] for what in end}}
+
+
+def held(device_bytes: int = 0) -> dict[str, int]:
+    """Resident memory, and open files and threads, of this process."""
+    gc.collect()
+    return {"bytes": _resident(), "device_bytes": device_bytes, "files": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task"))}
 
 
 def _resident() -> int:

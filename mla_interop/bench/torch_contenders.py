@@ -1,5 +1,6 @@
 """The contenders that are called from PyTorch: the raw kernel object, this package's frontend, and what a user has otherwise."""
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +82,9 @@ def contenders(problem: Problem, q: Any, k: Any, v: Any, dtype: str) -> Iterator
         for lse in with_lse(kernel):
             yield _frontend(problem, q, k, v, name, lse)
         if kernel.kind == "compiled":
+            yield _compiled(problem, q, k, v, dtype, name)
+            if kernel.cuda_graph and device == "cuda":
+                yield _graphed(problem, q, k, v, name)
             yield from _raw(problem, q, k, v, dtype, name)
     if device == "cpu":
         yield _sdpa(problem, q, k, v)
@@ -100,6 +104,35 @@ def _frontend(problem: Problem, q: Any, k: Any, v: Any, backend: str, lse: bool)
         return made if lse else (made, None)
 
     return Contender(f"mla_interop{' + lse' if lse else ''}", "torch", backend, result, looped(call, q.device))
+
+
+def _compiled(problem: Problem, q: Any, k: Any, v: Any, dtype: str, backend: str) -> Contender:
+    """The same inside ``torch.compile``: a program of one operator. A work list comes with the metadata."""
+    config = config_for(problem, q.device.type, dtype, False)
+    metadata = torch_side.prepare_metadata(problem.cu_seqlens, device=q.device, config=config, backend=backend)
+    program = torch.compile(functools.partial(torch_side.mla_prefill, backend=backend), fullgraph=True)
+
+    def call() -> Any:
+        with torch.no_grad():
+            return program(q, k, v, metadata=metadata)
+
+    return Contender("mla_interop, torch.compile", "torch", backend, lambda: (call(), None), looped(call, q.device))
+
+
+def _graphed(problem: Problem, q: Any, k: Any, v: Any, backend: str) -> Contender:
+    """The same in a CUDA graph, ten calls to a graph: what is left of a call is its kernel."""
+    metadata = torch_side.prepare_metadata(problem.cu_seqlens, device=q.device)
+
+    def call() -> Any:
+        return torch_side.mla_prefill(q, k, v, metadata=metadata, backend=backend)
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(10):
+            out = call()
+    return Contender("mla_interop in a CUDA graph", "torch", backend, lambda: (graph.replay(), (out, None))[1], looped(graph.replay, q.device), 10)
 
 
 def _raw(problem: Problem, q: Any, k: Any, v: Any, dtype: str, backend: str) -> Iterator[Contender]:
