@@ -14,6 +14,7 @@ from torch_side.op import check_grad, traced_call
 from torch_side.sharding import distributed_call, is_distributed
 
 _TENSOR = torch.Tensor
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 _is_compiling = torch.compiler.is_compiling
 _count_modes = torch._C._len_torch_dispatch_stack
 _forward_ad = torch.autograd.forward_ad
@@ -96,5 +97,5 @@ def _other_way(q: Any, k: Any, v: Any) -> Any:
     if _is_compiling():
         check_grad(q, k, v)
         return traced_call
-    plain = all(type(x).__torch_dispatch__ is _TENSOR.__torch_dispatch__ for x in (q, k, v))
+    plain = all(type(x).__torch_dispatch__ is _NO_DISPATCH for x in (q, k, v))
     return None if plain and not _count_modes() else traced_call

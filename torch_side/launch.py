@@ -61,7 +61,8 @@ def call(q: Any, k: Any, v: Any, options: Options, metadata: PrefillMetadata, ou
     found = metadata._memo.get(key)
     if found is None:
         found = metadata.remember(key, lambda: _prepare_eager(q, k, v, options, metadata, key, own))
-    return launch(*found, q, k, v, out)
+    prepared, arrays = found
+    return launch(prepared, arrays, q, k, v, out)
 
 
 def call_key(q: Any, k: Any, v: Any, options: Any) -> Any:

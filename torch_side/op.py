@@ -214,7 +214,8 @@ def _flatten_with_keys(metadata: PrefillMetadata) -> tuple[list[Any], Bounds]:
 
 
 def _unflatten(children: Any, bounds: Bounds) -> PrefillMetadata:
-    return PrefillMetadata(*children, bounds)  # without what the host knows: it is no part of a program
+    cu_seqlens_q, cu_seqlens_k, plan = children
+    return PrefillMetadata(cu_seqlens_q, cu_seqlens_k, plan, bounds)  # without what the host knows: it is no part of a program
 
 
 # torch.export takes metadata as an input: its arrays are data, its bounds are part of the program.

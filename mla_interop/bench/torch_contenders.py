@@ -126,7 +126,7 @@ def _graphed(problem: Problem, q: Any, k: Any, v: Any, backend: str) -> Contende
     def call() -> Any:
         return torch_side.mla_prefill(q, k, v, metadata=metadata, backend=backend)
 
-    call()
+    out = call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
