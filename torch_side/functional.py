@@ -18,6 +18,7 @@ _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 _is_compiling = torch.compiler.is_compiling
 _count_modes = torch._C._len_torch_dispatch_stack
 _forward_ad = torch.autograd.forward_ad
+_is_grad_enabled = torch.is_grad_enabled
 
 
 def mla_prefill(
@@ -73,7 +74,7 @@ def mla_prefill(
         if way is not None:
             lengths = (metadata, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
             return way(q, k, v, lengths, check, (scale, is_causal, return_lse, backend, fallback, padding), out)
-    if torch.is_grad_enabled() or _forward_ad._current_level >= 0:
+    if _is_grad_enabled() or _forward_ad._current_level >= 0:
         check_grad(q, k, v)
     options = make_options(scale, is_causal, return_lse, backend, fallback, padding)
     if q.dim() == 4:
