@@ -225,7 +225,7 @@ def to_device(array: Any, device: torch.device) -> torch.Tensor:
     """A copy of a NumPy array that the current stream sees in order, made without waiting for it."""
     if device.type != "cuda":
         return torch.tensor(array, device=device)
-    return torch.tensor(array, pin_memory=True).to(device, non_blocking=True)
+    return torch.tensor(array).pin_memory().to(device, non_blocking=True)
 
 
 def refuse_first_in_capture(q: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from cases import BY_NAME, CASES, ESSENTIAL, MLA, YARN_SCALE, Case
 from frontends import FRONTENDS, TRACED, assert_right, configuration, declared_reasons, to_torch
 
 import mla_interop
-from mla_interop.backends.base import Kernel
+from mla_interop.backends.base import CallShape, Kernel
 from mla_interop.backends.registry import backend_class
 from mla_interop.prefill import FINISH_EMPTY_ROWS, FINISH_TAIL
 
@@ -116,7 +116,10 @@ def launch(kernel: Kernel, case: Case, device: str, scratch_value: float = math.
         return kernel.launch(q, k, v, cu_q, cu_k, scale, case.is_causal)
     tokens, heads = q.shape[:2]
     out, lse = torch.full(problem.out.shape, math.nan, dtype=q.dtype, device=device), torch.full(problem.lse.shape, math.nan, device=device)
-    floats = kernel.scratch_floats(tokens, heads, needs_lse)
+    strides = tuple(x.stride()[:2] for x in (q, k, v))
+    longest = host.max_seqlen_q, host.max_seqlen_k
+    shape = CallShape(tokens, k.shape[0], len(problem.cu_q) - 1, *longest, needs_lse, 0, strides)
+    floats = kernel.scratch_floats(tokens, heads, needs_lse) if kernel.prepare is None else kernel.prepare(shape)
     scratch = torch.full((floats,), scratch_value, device=device) if floats else None
     plan = None if kernel.plan is None else torch.tensor(kernel.plan(host, tokens, heads), device=device)
     finish = FINISH_TAIL * (host.total_q < tokens) + FINISH_EMPTY_ROWS * host.has_empty_rows(case.is_causal)
