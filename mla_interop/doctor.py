@@ -10,10 +10,10 @@ from mla_interop.capability import KNOWN_GPUS, DeviceCapability, DevicePropertie
 from mla_interop.config import ENVIRONMENT
 from mla_interop.dimensions import DEEPSEEK_R1
 from mla_interop.errors import MLAError, input_error
-from mla_interop.explain import SelectionTable
 from mla_interop.kernels.build import cache_dir, find_nvcc, package_version
+from mla_interop.numeric_check import SelfCheck, self_check
+from mla_interop.selection_table import SelectionTable
 from mla_interop.selector import MLAPrefillSelectorConfig, explain, kernels_of
-from mla_interop.self_check import SelfCheck, self_check
 from mla_interop.version import __version__
 
 DISTRIBUTIONS = {

@@ -17,9 +17,9 @@ from mla_interop.capability import DeviceCapability, device_capability, stated_t
 from mla_interop.config import MLAPrefillConfig, current_config, environment_key
 from mla_interop.dimensions import MLADimensions
 from mla_interop.errors import MLAUnavailableError, MLAUnsupportedError, input_error
-from mla_interop.explain import Row, SelectionTable
 from mla_interop.installed import PROBE_SECONDS, within
 from mla_interop.measured import Times, fastest_first, tables, times_for
+from mla_interop.selection_table import Row, SelectionTable
 
 DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
 
@@ -136,7 +136,7 @@ def get_mla_prefill_backend(config: MLAPrefillSelectorConfig, backend: Any = Non
 def clear_cache() -> None:
     """Forget every choice made so far in this process, but for those that metadata in the caller's hands keeps."""
     from mla_interop import prefill, sequences  # these import this module
-    from mla_interop.self_check import _checked
+    from mla_interop.numeric_check import _checked
 
     for cached in (_select, prefill._resolve, sequences._dense_metadata, _checked, tables):
         cached.cache_clear()
@@ -165,7 +165,7 @@ def explain(config: MLAPrefillSelectorConfig, backend: Any = None, fallback: boo
 @functools.lru_cache(maxsize=4096)
 def _select(config: MLAPrefillSelectorConfig, backend: Any, fallback: bool, environment: tuple[Any, ...]) -> MLAPrefillBackend:
     del environment  # only a part of the key
-    from mla_interop.self_check import require  # it makes calls, for which it needs a choice
+    from mla_interop.numeric_check import require  # it makes calls, for which it needs a choice
 
     table = explain(config, backend, fallback)
     tried: dict[str, str] = {}

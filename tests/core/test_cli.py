@@ -133,7 +133,7 @@ def test_doctor_survives_broken_packages(tmp_path: Path, error: str) -> None:
 
 
 def test_doctor_runs_the_self_check_and_fails_where_something_deviates(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mla_interop.self_check import Finding, SelfCheck
+    from mla_interop.numeric_check import Finding, SelfCheck
 
     good, bad = SelfCheck("A.b", "cpu", "float32", ()), SelfCheck("C.d", "cpu", "float32", (Finding("LSE base", False, "off by a factor of 1.4427"),))
     monkeypatch.setattr("mla_interop.doctor.self_checks", lambda: [good])

@@ -8,7 +8,7 @@ import pytest
 import mla_interop
 from mla_interop.backends.base import Kernel
 from mla_interop.backends.registry import names
-from mla_interop.explain import Row, SelectionTable, copies_of
+from mla_interop.selection_table import Row, SelectionTable, copies_of
 from mla_interop.selector import explain
 
 R1 = mla_interop.MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)

@@ -161,7 +161,7 @@ def test_it_is_part_of_a_jitted_call_without_being_traced(monkeypatch: pytest.Mo
     """Through JAX, as where torch is not loaded, while a program is traced."""
     jax = pytest.importorskip("jax")
     jax_side = pytest.importorskip("jax_side")
-    monkeypatch.setattr(sys.modules["mla_interop.self_check"], "_framework", lambda: "jax")
+    monkeypatch.setattr(sys.modules["mla_interop.numeric_check"], "_framework", lambda: "jax")
     monkeypatch.setenv("MLA_INTEROP_SELF_CHECK", "1")
     arrays = [jax.numpy.ones((5, 2, width)) for width in (192, 192, 128)]
     call = jax.jit(lambda q, k, v: jax_side.mla_prefill(q, k, v, cu_seqlens_q=[0, 3, 5], backend="REFERENCE"))
@@ -172,14 +172,14 @@ def test_it_is_part_of_a_jitted_call_without_being_traced(monkeypatch: pytest.Mo
 
 
 def test_plain_numpy_serves_where_no_framework_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["mla_interop.self_check"], "_framework", lambda: "numpy")
+    monkeypatch.setattr(sys.modules["mla_interop.numeric_check"], "_framework", lambda: "numpy")
     assert self_check("REFERENCE", "cpu", dtype="float32").ok
 
 
 @pytest.mark.parametrize(("loaded", "installed", "framework"), [("jax", "torch", "jax"), ("torch jax", "", "torch"), ("", "jax", "jax"), ("", "", "numpy")])
 def test_what_is_loaded_is_checked_through(monkeypatch: pytest.MonkeyPatch, loaded: str, installed: str, framework: str) -> None:
     """A process of JAX does not import torch for a check."""
-    module = sys.modules["mla_interop.self_check"]
+    module = sys.modules["mla_interop.numeric_check"]
     spec = SimpleNamespace(find_spec=lambda name: name if name in installed else None)
     monkeypatch.setattr(module, "sys", SimpleNamespace(modules={name: module for name in loaded.split()}))
     monkeypatch.setattr(module, "importlib", SimpleNamespace(util=spec))
