@@ -1,6 +1,7 @@
 """The ``mla-interop`` command."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -133,6 +134,42 @@ def tune(
 
     path = tune(_model(model), device, dtype, tuple(map(int, counts.split(","))), seconds, said)
     print(path.read_text() if as_json else f"kept in {path}", end="" if as_json else "\n")
+
+
+@app.command()
+def bench(
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda where there is one]")] = None,
+    dtype: Annotated[str, typer.Option(help="Of q, k and v; several with commas between.")] = "bfloat16",
+    only: Annotated[str, typer.Option(help="Run only what has this in its framework, name or kernel.")] = "",
+    problems: Annotated[str | None, typer.Option(help="Names as in the tables (128x4096x1), with commas between. [default: all]")] = None,
+    soak: Annotated[bool, typer.Option("--soak", help="Also a million calls each, and whether the process grew.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Where to write the results as JSON.")] = None,
+    as_json: JSON = False,
+) -> None:
+    """Every kernel from both frameworks, and the peers that are installed, on the same inputs in one run."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory of the same GPU
+    from mla_interop.bench import overheads, run
+    from mla_interop.bench.problems import CPU_PROBLEMS, GPU_PROBLEMS
+    from mla_interop.doctor import gpus
+
+    device = device or ("cuda" if gpus() else "cpu")
+    known = {problem.name: problem for problem in (GPU_PROBLEMS if device == "cuda" else CPU_PROBLEMS)}
+    names = problems.split(",") if problems else [*known]
+    if not set(names) <= set(known):
+        raise input_error("problems", problems, ", ".join(known))
+
+    def said(row: dict[str, Any]) -> None:
+        if not as_json:
+            took = f"{row['us']:10.1f} us" if "us" in row else row["failed"]
+            print(f"{row['problem']:<18} {row['dtype']:<9} {row['framework']:<6} {row['name']:<42} {row['kernel']:<22} {took}")
+
+    results = run.measure(device, dtype.split(","), [known[name] for name in names], only, said)
+    if soak:
+        results["soak"] = [overheads.soak(device), overheads.torch_soak(device)]
+    if output is not None:
+        run.save(results, output)
+    if as_json:
+        print(json.dumps(results, indent=2))
 
 
 @app.command()
