@@ -235,6 +235,15 @@ def test_vmap_is_refused(kernel: Any, problem: Any) -> None:
         jax.vmap(run, (0, None, None, None, None))(jnp.stack([problem[0]] * 2), *problem[1:])
 
 
+def test_calls_of_any_kernel_can_be_counted(kernel: Any, problem: Any) -> None:
+    """What the tests of CUDA graphs rely on: on a CPU, where nothing is captured, every call counts."""
+    run = jax.jit(functools.partial(ffi.call, make_spec(kernel(toy().counted(tvm_ffi.convert(attention))))))
+    before = toy().counted_calls()
+    for _ in range(3):
+        np.testing.assert_allclose(run(*problem)[0], expected(problem)[0], rtol=1e-5, atol=1e-6)
+    assert toy().counted_calls() - before == 3
+
+
 def test_a_compiled_kernel_runs_without_the_gil(kernel: Any, problem: Any) -> None:
     with jax.enable_x64(True):
         spec = make_spec(kernel(toy().report), "compiled", out_shape=(1, 1, 8), out_dtype=np.dtype(np.float64), num_k=8, finish=2)

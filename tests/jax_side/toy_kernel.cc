@@ -1,4 +1,4 @@
-// Compiled kernels of the package's ABI for tests/jax_side: one reports what it sees, one writes on a GPU, the others do nothing.
+// Compiled kernels of the package's ABI for tests: one reports what it sees, one writes on a GPU, one counts another's calls, the others do nothing.
 #include <dlfcn.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/extra/c_env_api.h>
@@ -56,6 +56,18 @@ void FillOnGpu(TensorView, TensorView, TensorView, TensorView, TensorView, Optio
 
 int64_t Fills() { return fills; }
 
+std::atomic<int64_t> counted_calls{0};
+
+// `kernel` itself, with its calls counted: fewer calls than launches means that they were captured and replayed.
+tvm::ffi::Function Counted(tvm::ffi::Function kernel) {
+  return tvm::ffi::Function::FromPacked([kernel](const tvm::ffi::AnyView* args, int32_t count, tvm::ffi::Any* result) {
+    ++counted_calls;
+    kernel.CallPacked(args, count, result);
+  });
+}
+
+int64_t CountedCalls() { return counted_calls; }
+
 void Nothing(TensorView, TensorView, TensorView, TensorView, TensorView, Optional<TensorView>, Optional<TensorView>, TensorView, Optional<TensorView>,
              double, int64_t, int64_t, int64_t) {}
 
@@ -69,6 +81,8 @@ void NothingOfEightAndFive(TensorView, TensorView, TensorView, TensorView, Tenso
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(report, Report);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fill_on_gpu, FillOnGpu);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fills, Fills);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(counted, Counted);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(counted_calls, CountedCalls);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(nothing, Nothing);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(nothing_of_eight, NothingOfEight);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(nothing_of_eight_and_five, NothingOfEightAndFive);
