@@ -56,6 +56,12 @@ KNOWN_GPUS = {
     "rtx-5090": DeviceProperties("NVIDIA GeForce RTX 5090", DeviceCapability(12, 0), 170),
 }
 
+
+def known_gpu(name: str) -> DeviceProperties | None:
+    """The GPU of that name, in any case, out of ``KNOWN_GPUS``; None for any other name."""
+    return KNOWN_GPUS.get(name.lower())
+
+
 _ATTRIBUTE_SM_COUNT, _ATTRIBUTE_MAJOR, _ATTRIBUTE_MINOR = 16, 75, 76
 _stated: contextvars.ContextVar[DeviceProperties | None] = contextvars.ContextVar("mla_interop_stated_target", default=None)
 
@@ -72,7 +78,7 @@ def state_target(gpu: str | DeviceProperties) -> Iterator[DeviceProperties]:
     Raises:
         MLAInputError: The name is unknown.
     """
-    properties = KNOWN_GPUS.get(gpu.lower()) if isinstance(gpu, str) else gpu
+    properties = known_gpu(gpu) if isinstance(gpu, str) else gpu
     if not isinstance(properties, DeviceProperties):
         raise input_error("target", repr(gpu), f"{', '.join(KNOWN_GPUS)}, or a DeviceProperties")
     token = _stated.set(properties)

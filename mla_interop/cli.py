@@ -88,7 +88,7 @@ def explain(
     import contextlib
 
     from mla_interop import installed, selector
-    from mla_interop.doctor import stated_target
+    from mla_interop.doctor import target_settings
 
     known = _model(model)
     config = selector.MLAPrefillSelectorConfig(
@@ -98,7 +98,7 @@ def explain(
         is_causal=not full,
         num_tokens=tokens,
         num_seqs=sequences,
-        **stated_target(gpu),
+        **target_settings(gpu),
     )
     with installed.assume_installed() if assume_installed else contextlib.nullcontext():
         table = selector.explain(config, backend.split(",") if backend else None)

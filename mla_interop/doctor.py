@@ -6,7 +6,7 @@ import platform
 import shutil
 from typing import Any
 
-from mla_interop.capability import KNOWN_GPUS, DeviceCapability, DeviceProperties, device_properties
+from mla_interop.capability import KNOWN_GPUS, DeviceCapability, DeviceProperties, device_properties, known_gpu
 from mla_interop.config import ENVIRONMENT
 from mla_interop.dimensions import DEEPSEEK_R1
 from mla_interop.errors import MLAError, input_error
@@ -20,7 +20,7 @@ DISTRIBUTIONS = {
     "frameworks": ("numpy", "torch", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin"),
     "CUDA": ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
     "kernels": ("flash-attn-4", "flash-attn", "flashinfer-python", "nvidia-cudnn-frontend", "tokenspeed-mla", "nvidia-cutlass-dsl", "quack-kernels", "triton"),
-    "calls": ("apache-tvm-ffi", "jax-tvm-ffi"),
+    "calls": ("apache-tvm-ffi",),
 }
 
 
@@ -73,21 +73,19 @@ def self_checks() -> list[SelfCheck]:
     return found
 
 
-def stated_target(gpu: str | None) -> dict[str, Any]:
+def target_settings(gpu: str | None) -> dict[str, Any]:
     """Settings of a selector configuration for a GPU by name, a compute capability, ``"cpu"``, or (None) what this machine has.
 
     Raises:
         MLAInputError: The name is unknown.
     """
-    here = gpus()[:1] if gpu is None else []
-    if gpu == "cpu" or gpu is None and not here:
+    target = next(iter(gpus()), None) if gpu is None else known_gpu(gpu)
+    if target is not None:
+        return {"capability": target.capability, "num_sms": target.num_sms}
+    if gpu in (None, "cpu"):
         return {"device_type": "cpu"}
-    if gpu is not None and gpu.lower() in KNOWN_GPUS:
-        here = [KNOWN_GPUS[gpu.lower()]]
-    if here:
-        return {"capability": here[0].capability, "num_sms": here[0].num_sms}
     try:
-        return {"capability": DeviceCapability.parse(gpu or "")}
+        return {"capability": DeviceCapability.parse(gpu)}
     except MLAError:
         raise input_error("gpu", repr(gpu), f"{', '.join(KNOWN_GPUS)}, a compute capability such as 9.0, or cpu") from None
 

@@ -43,7 +43,8 @@ class FlashAttnBackend(MLAPrefillBackend):
 def _variants(config: "MLAPrefillSelectorConfig") -> Iterator[tuple[str, int, Kernel | list[str]]]:
     yield "fa4", 4, _ahead_of_time(config)
     for package in flash_attn_packages.PACKAGES:
-        yield package.variant, package.generation, _through_package(config, package)
+        reasons = package.reasons(config)
+        yield package.variant, int(package.variant[2]), reasons or package.kernel(FlashAttnBackend.name, config)
 
 
 def _ahead_of_time(config: "MLAPrefillSelectorConfig") -> Kernel | list[str]:
@@ -61,26 +62,4 @@ def _ahead_of_time(config: "MLAPrefillSelectorConfig") -> Kernel | list[str]:
         native_empty_rows=False,  # right only while the values of the next sequence are finite
         cuda_graph=True,
         versions=(f"flash-attn-4 {package_version('flash-attn-4')}",),
-    )
-
-
-def _scale_reasons(scale: float | None) -> list[str]:
-    """The packages' kernels mask with -inf and scale afterwards: a scale of 0 makes NaN of it, a negative one +inf."""
-    return [f"scale {scale:g} (allowed: > 0)"] if scale is not None and scale <= 0 else []
-
-
-def _through_package(config: "MLAPrefillSelectorConfig", package: "flash_attn_packages.Package") -> Kernel | list[str]:
-    reasons = package.reasons(config.capability, config.dtype, config.dimensions) + _scale_reasons(config.scale)
-    if reasons:
-        return reasons
-    head_dims = config.dimensions.qk_head_dim, config.dimensions.v_head_dim
-    pad = package.pads_v and head_dims[0] != head_dims[1]
-    return Kernel(
-        name=config.kernel_name("FLASH_ATTN", package.variant),
-        kind="python",
-        make=lambda: package.load(config.is_causal),
-        strided=frozenset("qkv") - (frozenset("v") if pad else frozenset()),
-        native_empty_rows=False,
-        copies=(f"v padded from {head_dims[1]} to {head_dims[0]}, out cut back",) if pad else (),
-        versions=(package.version(),),
     )

@@ -17,7 +17,7 @@ from rich.table import Table
 from mla_interop.demo.layer import LayerInputs, Text
 from mla_interop.demo.paths import PathResult
 
-PACKAGES = ("mla-interop", "torch", "jax", "transformers", "numpy", "apache-tvm-ffi", "jax-tvm-ffi")
+PACKAGES = ("mla-interop", "torch", "jax", "transformers", "numpy", "apache-tvm-ffi")
 
 
 @dataclass(frozen=True)

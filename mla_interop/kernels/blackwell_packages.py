@@ -14,7 +14,7 @@ from mla_interop.kernels.needs import NO_EMPTY_SEQUENCES, OUT_BUFFER, ZEROED_OUT
 from mla_interop.kernels.signatures import require
 from mla_interop.kernels.torch_package import TorchPackage
 
-BLACKWELL = ((10, 0), (10, 3))
+BLACKWELL = ("10.0", "10.3")
 _FLASHINFER = "flashinfer-python"
 _MLA_DIMS = ((192, 128), (128, 128))
 # TRT-LLM's launcher puts 2**21 counters at the head of the workspace, then with LSE the softmax statistics, two floats for each head

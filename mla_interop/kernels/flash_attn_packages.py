@@ -6,94 +6,14 @@ fewest arguments that say what is meant (TransformerEngine#3528), and lets ``tor
 
 import importlib
 import importlib.util
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from mla_interop.capability import DeviceCapability
-from mla_interop.dimensions import MLADimensions
 from mla_interop.errors import MLAUnavailableError
-from mla_interop.installed import IMPORT_SECONDS, missing, within
-from mla_interop.kernels import torch_call
 from mla_interop.kernels.build import package_version
 from mla_interop.kernels.signatures import require, signature_of
-
-
-@dataclass(frozen=True)
-class Package:
-    """One way to FlashAttention.
-
-    Attributes:
-        variant: Its word in kernel names; starts with ``fa`` and the generation.
-        generation: 2, 3 or 4.
-        module: The module that must be importable; found, not imported, before it is used.
-        distribution: Whose version ``explain`` shows.
-        majors: Major compute capabilities.
-        native_dims: (D, V) pairs with D != V that it serves without padding V.
-        max_head_dim: Largest D.
-        open: Imports the package and returns the adapter.
-    """
-
-    variant: str
-    generation: int
-    module: str
-    distribution: str
-    majors: tuple[int, ...]
-    native_dims: tuple[tuple[int, int], ...]
-    max_head_dim: int
-    open: Callable[[], Callable[..., tuple[Any, Any]]]
-
-    @property
-    def pads_v(self) -> bool:
-        """Whether V has to be padded to D where they differ."""
-        return not self.native_dims
-
-    def reasons(self, capability: DeviceCapability | None, dtype: str, dimensions: MLADimensions) -> list[str]:
-        """Why it cannot serve a problem here; imports nothing."""
-        found = missing(lambda: [] if _findable(self.module) else [f"{self.distribution} not installed (no module {self.module})"])
-        if capability is None or capability.major not in self.majors:
-            found.append(f"compute capability {capability} (allowed: {', '.join(f'{major}.x' for major in self.majors)})")
-        if dtype not in ("bfloat16", "float16"):
-            found.append(f"dtype {dtype} (allowed: bfloat16, float16)")
-        pair = dimensions.qk_head_dim, dimensions.v_head_dim
-        if max(pair) > self.max_head_dim or pair[0] % 8 or pair[1] % 8 or pair[1] > pair[0]:
-            found.append(f"head dims {pair[0]}/{pair[1]} (allowed: multiples of 8 up to {self.max_head_dim}, V at most D)")
-        elif self.native_dims and pair[0] != pair[1] and pair not in self.native_dims:
-            found.append(f"head dims {pair[0]}/{pair[1]} (allowed: equal ones, and {', '.join(f'{d}/{v}' for d, v in self.native_dims)})")
-        return found
-
-    def version(self) -> str:
-        """The package with its version, for people."""
-        return f"{self.distribution} {package_version(self.distribution)}"
-
-    def load(self, is_causal: bool) -> Callable[..., None]:
-        """The launch function. Any exception on import, of whatever type, becomes a reason (oumi#2586)."""
-        try:
-            attention = within(IMPORT_SECONDS, f"importing {self.module}", self.open)
-        except MLAUnavailableError:
-            raise
-        except Exception as error:
-            raise MLAUnavailableError(f"{self.distribution} is installed but cannot be used: {type(error).__name__}: {error}") from error
-        return torch_call.adapt(attention, is_causal=is_causal, pad_v=self.pads_v)
-
-
-def _findable(module: str) -> bool:
-    """Whether a module could be imported. Unlike ``importlib.util.find_spec`` it does not import the packages around it, which may raise anything."""
-    if module in sys.modules:
-        return sys.modules[module] is not None
-    package, _, rest = module.partition(".")
-    try:
-        spec = importlib.util.find_spec(package)
-        for part in rest.split(".") if rest else ():
-            package = f"{package}.{part}"
-            spec = PathFinder.find_spec(package, spec.submodule_search_locations) if spec and spec.submodule_search_locations else None
-    except (ImportError, ValueError, AttributeError):
-        return False
-    return spec is not None
-
+from mla_interop.kernels.torch_package import TorchPackage
 
 # What the varlen functions of FlashAttention 3 and 4 are given by name.
 _BY_NAME = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal")
@@ -200,10 +120,25 @@ def _open_torch_fa2() -> Callable[..., tuple[Any, Any]]:
     return attention
 
 
+def _package(variant: str, module: str, distribution: str, majors: str, pads_v: bool, open: Callable[[], Callable[..., tuple[Any, Any]]]) -> TorchPackage:
+    """One way to FlashAttention; its variant starts with ``fa`` and the generation."""
+    return TorchPackage(
+        variant=variant,
+        module=module,
+        distribution=distribution,
+        open=open,
+        capabilities=tuple(f"{major}.x" for major in majors.split()),
+        head_dims=() if pads_v else ((192, 128),),
+        max_head_dim=256,
+        pads_v=pads_v,
+        lse_layout="NT",
+    )
+
+
 PACKAGES = (
-    Package("fa4api", 4, "flash_attn.cute", "flash-attn-4", (9, 10), ((192, 128),), 256, _open_fa4),
-    Package("fa3", 3, "flash_attn_interface", "flash-attn-3", (9,), ((192, 128),), 256, _open_fa3),
-    Package("fa3vllm", 3, "_vllm_fa3_C", "vllm", (9,), ((192, 128),), 256, _open_vllm_fa3),
-    Package("fa2", 2, "flash_attn_2_cuda", "flash-attn", (8, 9, 10, 12), (), 256, _open_fa2),
-    Package("fa2torch", 2, "torch", "torch", (8, 9, 10, 12), (), 256, _open_torch_fa2),
+    _package("fa4api", "flash_attn.cute", "flash-attn-4", "9 10", False, _open_fa4),
+    _package("fa3", "flash_attn_interface", "flash-attn-3", "9", False, _open_fa3),
+    _package("fa3vllm", "_vllm_fa3_C", "vllm", "9", False, _open_vllm_fa3),
+    _package("fa2", "flash_attn_2_cuda", "flash-attn", "8 9 10 12", True, _open_fa2),
+    _package("fa2torch", "torch", "torch", "8 9 10 12", True, _open_torch_fa2),
 )

@@ -33,25 +33,21 @@ LENGTHS = {
 class Subject(NamedTuple):
     """An adapter, whose package it calls, and which recorded versions it must work with."""
 
-    package: Any
+    package: TorchPackage
     distribution: str
     versions: tuple[str, ...]
 
     @property
     def dtype(self) -> Any:
-        return getattr(torch, next(iter(self.package.dtypes))) if isinstance(self.package, TorchPackage) else torch.bfloat16
+        return getattr(torch, next(iter(self.package.dtypes)))
 
     @property
     def out_dtype(self) -> Any:
         return torch.bfloat16
 
     @property
-    def strided(self) -> frozenset[str]:
-        return self.package.strided if isinstance(self.package, TorchPackage) else frozenset("qkv")
-
-    @property
     def compacts(self) -> bool:
-        return isinstance(self.package, TorchPackage) and needs.NO_EMPTY_SEQUENCES in self.package.needs
+        return needs.NO_EMPTY_SEQUENCES in self.package.needs
 
 
 DISTRIBUTIONS = {"fa4api": "flash-attn-4", "fa3": "tokenspeed-fa3", "fa3vllm": "vllm", "fa2": "flash-attn", "fa2torch": "torch"}
@@ -88,7 +84,7 @@ def conforms(subject: Subject, is_causal: bool, lengths: str) -> None:
     wide = [random.standard_normal((rows, HEADS, 64 + width)).astype(np.float32) for rows, width in ((tokens, 192), (keys, 192), (keys, 128))]
     tensors = {name: torch.from_numpy(each).to(subject.dtype)[..., 64:] for name, each in zip("qkv", wide, strict=True)}
     right, right_lse = oracle.attention(*(x.float().numpy() for x in tensors.values()), cu_q, cu_k, SCALE, is_causal)
-    q, k, v = (x if name in subject.strided else x.clone(memory_format=torch.contiguous_format) for name, x in tensors.items())
+    q, k, v = (x if name in subject.package.strided else x.clone(memory_format=torch.contiguous_format) for name, x in tensors.items())
     plan = torch.from_numpy(needs.active_sequences(HostLengths(cu_q, cu_k), tokens, HEADS)) if subject.compacts else None
     out = torch.full((tokens, HEADS, 128), math.nan, dtype=subject.out_dtype)
     lse = torch.full((HEADS, tokens), math.nan)
@@ -172,8 +168,8 @@ DECLARATIONS: dict[str, dict[str, Any]] = {
     "cutedsl": {"a ln 2 too many": {"lse_base": "2"}, "skip the transpose": {"lse_layout": "NT"}, "strided v": {"strided": frozenset("v")}},
     "cutlass": {"drop the ln 2": {"lse_base": "e"}, "skip the transpose": {"lse_layout": "NT"}},
     "cudnn": {"a ln 2 too many": {"lse_base": "2"}, "skip the transpose": {"lse_layout": "NT"}},
-    "fa2": {"no padding of v": {"native_dims": ((192, 128),)}},
-    "fa2torch": {"no padding of v": {"native_dims": ((192, 128),)}},
+    "fa2": {"no padding of v": {"pads_v": False}},
+    "fa2torch": {"no padding of v": {"pads_v": False}},
 }
 
 

@@ -156,12 +156,12 @@ def test_scale_arrives_as_given(install: Install) -> None:
 )
 def test_any_exception_of_a_package_becomes_a_reason(install: Install, monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
     """oumi#2586, FastVideo#1558, open-r1#684: guards that caught ImportError alone. Automatic choice goes on; an explicit one raises, with the cause."""
-    from mla_interop.kernels.flash_attn_packages import Package
+    from mla_interop.kernels.torch_package import TorchPackage
 
     def broken() -> Any:
         raise error("undefined symbol: _ZN3c10")
 
-    package = Package("fa9", 4, "torch", "stub-attn", (9,), (), 256, broken)
+    package = TorchPackage(variant="fa9", module="torch", distribution="stub-attn", open=broken, capabilities=("9.x",))
     install(stubs.stub_kernel("broken", lambda: package.load(True)))
     case = BY_NAME["16-heads"]
     with pytest.warns(UserWarning, match=rf"FLASHINFER \(broken\): .*{error.__name__}: undefined symbol.*; using CPU_SDPA.torch"):
