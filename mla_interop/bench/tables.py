@@ -1,68 +1,193 @@
 """Tables for documents, rendered from result files: no number in a document is typed by hand.
 
-``python -m mla_interop.bench.tables`` rewrites the tables of README.md; ``--check`` says whether they are what it would write.
+``python -m mla_interop.bench.tables`` rewrites the tables of README.md, between markers ``<!-- table:NAME -->``; ``--check`` says whether they are
+what it would write. It runs in a clone, where the result files are; a file that is not there is left out.
 """
 
+import ast
 import json
 import re
 import sys
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-RESULTS = Path("benchmarks/results")
+from mla_interop.capability import KNOWN_GPUS
+from mla_interop.config import use_config
+from mla_interop.dimensions import MODELS
+from mla_interop.installed import assume_installed
+from mla_interop.selector import MLAPrefillSelectorConfig, explain
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+# Of several files the first is the table's; a later one adds rows of what the earlier ones have not measured, each with a mark.
+SOURCES = {"gpu": ("h200.json", "h200_cudnn.json"), "cpu": ("cpu.json",), "layer": ("h200_layer_torch.json", "h200_layer_jax.json")}
+FLOORS = ("kernel object", "kernel in a CUDA graph")
+MARK = " †"
 
 
-def times(results: dict[str, Any], dtype: str, lse: bool = False) -> str:
-    """Microseconds a call: a row for each contender, a column for each problem, the fastest of a framework in bold."""
-    rows = [row for row in results["rows"] if row["dtype"] == dtype and row["name"].endswith("+ lse") == lse and "us" in row]
-    problems = list(dict.fromkeys(row["problem"] for row in rows))
-    labels = list(dict.fromkeys((row["framework"], row["name"], row["kernel"]) for row in rows))
-    cells = {(row["framework"], row["name"], row["kernel"], row["problem"]): row["us"] for row in rows}
-    best: dict[tuple[str, str], float] = {}
-    for (framework, _, _, problem), us in cells.items():
-        best[framework, problem] = min(us, best.get((framework, problem), us))
-    lines = [f"| from | what | {' | '.join(problems)} |", "|---|---|" + "---:|" * len(problems)]
-    for framework, name, kernel in labels:
-        marks = [_cell(cells.get((framework, name, kernel, problem)), best.get((framework, problem))) for problem in problems]
-        lines.append(f"| {framework} | {name}{f', `{kernel}`' if kernel else ''} | {' | '.join(marks)} |")
-    return "\n".join(lines)
+class Label(NamedTuple):
+    """A row of a table of times: what was called from where, and the kernel, where it is ours."""
+
+    framework: str
+    name: str
+    kernel: str
+
+    @property
+    def plain(self) -> str:
+        """The name without what says that LSE is computed too."""
+        return self.name.removesuffix(" + lse")
+
+
+class Times:
+    """Microseconds a call by label and problem, of one dtype.
+
+    Args:
+        files: Results in the format of ``mla_interop.bench.run``; of a label that several have, the first file's rows count.
+        dtype: Name of the dtype.
+    """
+
+    def __init__(self, files: Iterable[dict[str, Any]], dtype: str) -> None:
+        self.cells: dict[Label, dict[str, float | str]] = {}
+        self.added: set[Label] = set()
+        for number, results in enumerate(files):
+            found: dict[Label, dict[str, float | str]] = {}
+            for row in results["rows"]:
+                if row["dtype"] == dtype:
+                    found.setdefault(Label(row["framework"], row["name"], row["kernel"]), {})[row["problem"]] = row.get("us", "failed")
+            new = {label: cells for label, cells in found.items() if label not in self.cells}
+            self.added |= set(new) if number else set()
+            self.cells |= new
+        self.problems = list(dict.fromkeys(problem for cells in self.cells.values() for problem in cells))
+        self.compiled = {label.kernel for label in self.cells if label.name in FLOORS}
+
+    def main(self) -> list[Label]:
+        """What a user compares: this package with its compiled kernels, those kernels alone, and what there is otherwise; without LSE."""
+        chosen = [label for label in self.cells if label.name == label.plain and (not label.kernel or label.kernel in self.compiled)]
+        return sorted(chosen, key=lambda label: (label.framework != "torch", label.name in FLOORS, not label.kernel, label.name))
+
+    def others(self) -> list[Label]:
+        """What is left: packages' own APIs as kernels (*python*), and calls that compute LSE too."""
+        main = set(self.main())
+        left = (label for label in self.cells if label not in main)
+        return sorted(left, key=lambda label: (label.framework != "torch", not label.kernel, label.kernel not in self.compiled, label.kernel, label.name))
+
+    def table(self, labels: list[Label]) -> str:
+        """Markdown; in bold the fastest call of each framework, kernels alone aside."""
+        best: dict[tuple[str, str], float] = {}
+        for label in labels:
+            for problem, us in self.cells[label].items():
+                if isinstance(us, float | int) and label.name not in FLOORS:
+                    best[label.framework, problem] = min(us, best.get((label.framework, problem), us))
+        lines = [f"| from | call | kernel | {' | '.join(self.problems)} |", "|---|---|---|" + "---:|" * len(self.problems)]
+        for label in labels:
+            cells = self.cells[label]
+            texts = [_cell(cells.get(problem), best.get((label.framework, problem)), label.name in FLOORS) for problem in self.problems]
+            kernel = f"`{label.kernel}`" if label.kernel else ""
+            lines.append(f"| {label.framework} | {label.name}{MARK if label in self.added else ''} | {kernel} | {' | '.join(texts)} |")
+        return "\n".join(lines)
+
+
+def _cell(us: float | str | None, best: float | None, floor: bool) -> str:
+    if us is None or isinstance(us, str):
+        return us or ""
+    return f"**{number(us)}**" if us == best and not floor else number(us)
+
+
+def number(us: float) -> str:
+    """Three digits or all before the point, thousands apart."""
+    return f"{us:.1f}" if us < 100 else f"{us:,.0f}"
 
 
 def caption(results: dict[str, Any]) -> str:
-    """Machine, date and versions of a result file."""
+    """Machine, date and versions of a result file, and its note."""
     environment = results["environment"]
     versions = ", ".join(f"{name} {found}" for name, found in environment["versions"].items())
-    return f"{environment['machine']}, {environment['date']}; Python {environment['python']}, {versions}."
+    note = f" {results['note']}" if "note" in results else ""
+    return f"{environment['machine']}, {environment['date']}; Python {environment['python']}, {versions}.{note}"
 
 
-def _cell(us: float | None, best: float | None) -> str:
-    if us is None:
-        return ""
-    text = f"{us:.1f}" if us < 100 else f"{us:.0f}"
-    return f"**{text}**" if us == best else text
+def host(results: dict[str, Any]) -> str:
+    """What the host does around the kernels, and whether very many calls leave the process any larger; "" where neither was measured."""
+    lines = [f"| {row['name']} | {number(row['us'])} us |" for row in results.get("host", ())]
+    for row in results.get("soak", ()):
+        grown = ", ".join(f"{value:,} {name.removeprefix('grown_').replace('_', ' ')}" for name, value in row.items() if name.startswith("grown_"))
+        lines.append(f"| growth over the second half of {row['name'].replace(str(row['calls']), format(row['calls'], ','))} | {grown} |")
+    return "\n".join(["| around the kernels | |", "|---|---:|", *lines]) if lines else ""
 
 
-def render(name: str) -> str:
-    """The text between a marker pair ``<!-- table:NAME -->``: ``gpu`` or ``cpu``."""
-    results = json.loads((RESULTS / {"gpu": "h200.json", "cpu": "cpu.json"}[name]).read_text())
+def times(files: list[dict[str, Any]]) -> str:
+    """The tables of the benchmark of single calls, a pair for each dtype."""
     parts = []
-    for dtype in dict.fromkeys(row["dtype"] for row in results["rows"]):
-        parts += [f"{dtype}, causal, 192/128; microseconds a call, median:", "", times(results, dtype), ""]
-    return "\n".join([*parts, caption(results)])
+    for dtype in dict.fromkeys(row["dtype"] for results in files for row in results["rows"]):
+        found = Times(files, dtype)
+        head = f"{dtype}, causal, D/V = 192/128, microseconds a call (median). Columns: heads x tokens of a sequence x sequences."
+        parts += [head, "", found.table(found.main()), ""]
+        if found.others():
+            parts += ["<details><summary>Packages' own APIs as kernels, and calls with LSE</summary>", "", found.table(found.others()), "", "</details>", ""]
+    around = host(files[0])
+    captions = [caption(files[0])]
+    for results in files[1:]:
+        same = results["environment"] == files[0]["environment"]
+        captions.append(f"{MARK.strip()} From another run" + (f", with the same versions. {results.get('note', '')}" if same else f": {caption(results)}"))
+    return "\n".join([*parts, *([around, ""] if around else []), "\n\n".join(captions).rstrip()])
+
+
+def layers(files: list[dict[str, Any]]) -> str:
+    """The table of ``mla_interop.bench.layer``: a whole layer from latents, its unavoidable parts, and the same from plain operations."""
+    lines = ["| from | backend | layer | unavoidable parts | ratio | plain operations | memory of a layer |", "|---|---|---:|---:|---:|---:|---:|"]
+    for results in files:
+        rows = {(row["framework"], row["backend"], row["name"]): row for row in results["rows"]}
+        for ratio in results["ratios"]:
+            who = ratio["framework"], ratio["backend"]
+            layer, plain = rows[*who, "layer"], rows.get((*who, "composed of plain operations"))
+            memory = f"{layer['peak_extra_bytes'] / 2**30:.2f} GiB" if "peak_extra_bytes" in layer else ""
+            cells = (_ms(layer["us"]), _ms(ratio["parts_us"]), f"{ratio['layer_over_parts']:.2f}", _ms(plain["us"]) if plain else "", memory)
+            lines.append(f"| {who[0]} | {who[1]} | {' | '.join(cells)} |")
+    heads, query, context, rank = (
+        ast.literal_eval(re.findall(rf"\b{name}=(\(.*?\)|\d+)", files[0]["layer"])[0]) for name in ("heads", "query_lens", "context_lens", "kv_lora_rank")
+    )
+    problem = f"{heads} heads, latents of {rank}, {len(query)} requests with {sum(query):,} new tokens and {sum(context):,} tokens of context in a paged cache"
+    head = f"One layer's attention from latents: {problem}; median. Unavoidable are the up-projections' products and the attention kernels."
+    return "\n".join([head, "", *lines, "", caption(files[0])])
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1000:.2f} ms"
+
+
+def explained() -> str:
+    """What ``explain`` says for DeepSeek-V3 on an H200 with every package installed, as the order has it; without the versions of this machine."""
+    gpu = KNOWN_GPUS["h200"]
+    model = MODELS["deepseek-v3"]
+    config = MLAPrefillSelectorConfig(dimensions=model.dimensions, num_heads=model.num_heads, capability=gpu.capability, num_sms=gpu.num_sms)
+    with assume_installed(), use_config({"policy": "order"}):
+        table = explain(config)
+    return f"```text\n{replace(table, rows=tuple(replace(row, versions=()) for row in table.rows))}\n```"
+
+
+def render(name: str, folder: Path = RESULTS) -> str:
+    """The text between a pair of markers: ``explain``, ``gpu``, ``cpu`` or ``layer``; "" where there are no results for it."""
+    if name == "explain":
+        return explained()
+    files = [json.loads(path.read_text()) for file in SOURCES[name] if (path := folder / file).exists()]
+    return (layers if name == "layer" else times)(files) if files else ""
 
 
 def rewritten(text: str) -> str:
     """A document with its tables rendered anew."""
 
     def table(match: re.Match[str]) -> str:
-        return f"<!-- table:{match[1]} -->\n\n{render(match[1])}\n\n<!-- /table:{match[1]} -->"
+        made = render(match[1])
+        return f"<!-- table:{match[1]} -->\n" + (f"\n{made}\n\n" if made else "") + f"<!-- /table:{match[1]} -->"
 
     return re.sub(r"<!-- table:(\w+) -->.*?<!-- /table:\1 -->", table, text, flags=re.DOTALL)
 
 
 def main() -> None:
     """Rewrite README.md, or check it."""
-    path = Path("README.md")
+    path = ROOT / "README.md"
     old = path.read_text()
     new = rewritten(old)
     if "--check" in sys.argv:
