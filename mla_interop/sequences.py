@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from mla_interop.selector import MLAPrefillSelectorConfig
 
 INT32_MAX = 2**31 - 1
+# Sizes inside torch.compile and jax.export, which are integers of a later time.
+_SYMBOLIC = ("SymInt", "_DimExpr")
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,8 @@ def prepare_metadata(
         MLAInputError: See above; also if lengths end past the stated tokens, or the two have unequal lengths.
         MLAUnsupportedError: With ``config``: no backend can serve it.
     """
+    if check is not True and check is not False:
+        raise input_error("check", repr(check), "True or False")
     same = cu_seqlens_k is None
     array_q, host_q = _lengths("cu_seqlens_q", cu_seqlens_q, check)
     array_k, host_k = (array_q, host_q) if same else _lengths("cu_seqlens_k", cu_seqlens_k, check)
@@ -204,7 +208,11 @@ def clear_tail(values: Any, cu_seqlens: Any) -> Any:
 
 def _lengths(name: str, values: Any, check: bool) -> tuple[Any, np.ndarray | None]:
     """The array to compute with, and the checked host copy of it where the host may know it."""
-    host = host_values(values)
+    try:
+        host = host_values(values)
+    except Exception as error:  # whatever a framework says of nested lists, of sparse, meta or deleted arrays
+        got = f"a {type(values).__name__} that cannot be read ({str(error).splitlines()[0]})"
+        raise input_error(name, got, "int32 of shape [B + 1]: a list, or an array with memory of its own") from error
     if host is not None:
         checked = _checked(name, host)
         return checked, checked
@@ -231,6 +239,7 @@ def _checked(name: str, array: np.ndarray) -> np.ndarray:
 
 def _device_lengths(name: str, array: Any) -> Any:
     shape, dtype = getattr(array, "shape", None), str(getattr(array, "dtype", "")).rpartition(".")[2]
+    shape = shape if dtype else None
     if shape is None or len(shape) != 1 or shape[0] == 0:
         raise input_error(name, type(array).__name__ if shape is None else f"shape {tuple(shape)}", "an int32 array of shape [B + 1]")
     if dtype != "int32":
@@ -242,16 +251,23 @@ def _tokens(name: str, stated: int | None, cu_seqlens: np.ndarray | None) -> tup
     total = None if cu_seqlens is None else int(cu_seqlens[-1])
     if stated is None:
         return total, total is None
-    if total is not None and stated < total:
-        raise input_error(name, f"{stated} tokens", f"at least the last cumulative length, {total}")
+    if type(stated) is not int and type(stated).__name__ not in _SYMBOLIC:
+        _check_integer(name, stated)
+    if (total is None and isinstance(stated, int) and stated < 0) or (total is not None and stated < total):
+        allowed = "0 or more" if total is None else f"at least the last cumulative length, {total}"
+        raise input_error(name, f"{stated} tokens", allowed)
     return stated, True
 
 
 def _check_maximum(name: str, stated: int | None, cu_seqlens: np.ndarray | None) -> None:
     if stated is None:
         return
-    if not isinstance(stated, (int, np.integer)) or isinstance(stated, bool):
-        raise MLAInputError(f"{name}: got {type(stated).__name__}; allowed: a Python integer on the host, or None. A device scalar would need a sync.")
+    _check_integer(name, stated)
     truth = None if cu_seqlens is None else int(np.diff(cu_seqlens).max(initial=0))
     if stated < 0 or (truth is not None and stated < truth):
         raise input_error(name, str(stated), "a non-negative upper bound" if truth is None else f"at least the longest sequence, {truth}")
+
+
+def _check_integer(name: str, stated: object) -> None:
+    if not isinstance(stated, (int, np.integer)) or isinstance(stated, bool):
+        raise MLAInputError(f"{name}: got {type(stated).__name__}; allowed: a Python integer on the host, or None. A device scalar would need a sync.")

@@ -54,6 +54,13 @@ REFUSALS = {
     "a scalar": ({"cu_seqlens_q": np.int32(5)}, "cu_seqlens_q: got shape ()"),
     "a Python integer": ({"cu_seqlens_q": 5}, "cu_seqlens_q: got int; allowed: an int32 array of shape [B + 1]."),
     "None": ({"cu_seqlens_q": None}, "cu_seqlens_q: got NoneType; allowed: an int32 array of shape [B + 1]."),
+    "lists in a list": ({"cu_seqlens_q": [0, [1, 2]]}, "cu_seqlens_q: got a list that cannot be read ("),
+    "memory without a dtype": ({"cu_seqlens_q": memoryview(b"ab")}, "cu_seqlens_q: got memoryview; allowed: an int32 array of shape [B + 1]."),
+    "tokens as a text": ({"cu_seqlens_q": [0, 5], "num_tokens_q": "7"}, "num_tokens_q: got str; allowed: a Python integer on the host"),
+    "tokens as a float": ({"cu_seqlens_q": [0, 5], "num_tokens_q": 7.0}, "num_tokens_q: got float; allowed: a Python integer on the host"),
+    "tokens as a bool": ({"cu_seqlens_q": [0, 1], "cu_seqlens_k": [0, 1], "num_tokens_k": True}, "num_tokens_k: got bool; allowed: a Python integer"),
+    "negative tokens": ({"cu_seqlens_q": OnDevice([0, 5]), "num_tokens_q": -1}, "num_tokens_q: got -1 tokens; allowed: 0 or more."),
+    "check is no bool": ({"cu_seqlens_q": [0, 5], "check": 1}, "check: got 1; allowed: True or False."),
     "other number of sequences": (
         {"cu_seqlens_q": [0, 5], "cu_seqlens_k": [0, 5, 9]},
         "cu_seqlens_k: got shape (3,); allowed: the shape of cu_seqlens_q, (2,).",
@@ -219,3 +226,14 @@ def test_clear_tail_selects() -> None:
     values[:3] = 1
     cleared = clear_tail(values, np.array([0, 1, 3], np.int32))
     assert cleared[:3].tolist() == values[:3].tolist() and not cleared[3:].any() and np.isnan(values[3:]).all()
+
+
+def test_arrays_whose_values_cannot_be_had() -> None:
+    """Whatever a framework raises for them (sparse, meta and deleted arrays), the text is ours and names the argument."""
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    deleted = jax.numpy.arange(3, dtype="int32")
+    deleted.delete()
+    lengths = torch.arange(3, dtype=torch.int32)
+    for array in (lengths.to_sparse(), lengths.to("meta"), deleted):
+        with pytest.raises(MLAInputError, match=r"cu_seqlens_k: got a \w+ that cannot be read \(.*\); allowed: int32 of shape"):
+            prepare_metadata([0, 1, 2], array)
