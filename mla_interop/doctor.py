@@ -1,16 +1,19 @@
 """What is here: versions, GPUs, backends with the reasons why they cannot serve, settings and caches. Imports no package that may be broken."""
 
-import ctypes
+import functools
 import os
 import platform
 import shutil
+from collections.abc import Callable
 from typing import Any
 
+from mla_interop import machine
 from mla_interop.capability import KNOWN_GPUS, DeviceCapability, DeviceProperties, device_properties, known_gpu
 from mla_interop.config import ENVIRONMENT
 from mla_interop.dimensions import DEEPSEEK_R1
 from mla_interop.errors import MLAError, input_error
-from mla_interop.kernels.build import cache_dir, find_nvcc, package_version
+from mla_interop.kernels.build import cache_dir, package_version
+from mla_interop.known_bad import known_bad
 from mla_interop.numeric_check import SelfCheck, self_check
 from mla_interop.selection_table import SelectionTable
 from mla_interop.selector import MLAPrefillSelectorConfig, explain, kernels_of
@@ -20,8 +23,19 @@ DISTRIBUTIONS = {
     "frameworks": ("numpy", "torch", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin"),
     "CUDA": ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
     "kernels": ("flash-attn-4", "flash-attn", "flashinfer-python", "nvidia-cudnn-frontend", "tokenspeed-mla", "nvidia-cutlass-dsl", "quack-kernels", "triton"),
-    "calls": ("apache-tvm-ffi",),
+    "others": ("apache-tvm-ffi", "jax-tvm-ffi", "transformers"),
 }
+OTHER_SETTINGS = (
+    "MLA_INTEROP_CACHE",
+    "CXX",
+    "CUDA_HOME",
+    "CUDA_VISIBLE_DEVICES",
+    "JAX_PLATFORMS",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "XLA_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_ALLOCATOR",
+)
 
 
 def gpus() -> list[DeviceProperties]:
@@ -34,24 +48,49 @@ def gpus() -> list[DeviceProperties]:
         return found
 
 
-def report() -> dict[str, Any]:
-    """Everything that an answer to "why does it not work here" needs, as plain data.
+def look() -> dict[str, Any]:
+    """Everything that an answer to "why does it not work here" needs. Never raises: what cannot be found out is in ``problems``.
 
     Returns:
-        ``version``, ``python``, ``platform``; ``packages`` by group, name to version (``"none"``: not installed); ``tools``; ``gpus``; ``backends``:
-        one ``SelectionTable.to_dict`` for each kind of device here, for DeepSeek's dimensions; ``settings``; ``cache``.
+        ``version``, ``python``, ``platform``; ``packages`` by group, name to version (``"none"``: not installed); ``tools``; ``gpus``; ``memory`` of
+        the GPUs and what JAX takes of it; ``known_bad`` versions; ``backends``: one ``SelectionTable`` for each kind of device here, for
+        DeepSeek's dimensions; ``settings``; ``cache``; ``problems``.
     """
-    devices = gpus()
+    problems: list[str] = []
+
+    def attempt(what: str, find: Callable[[], Any], otherwise: Any) -> Any:
+        try:
+            return find()
+        except Exception as error:  # a broken machine is what this is asked about
+            problems.append(f"{what}: {type(error).__name__}: {error}")
+            return otherwise
+
+    devices = attempt("GPUs", gpus, [])
+    packages = {
+        group: {name: attempt(name, functools.partial(package_version, name), "cannot be read") for name in distributions}
+        for group, distributions in DISTRIBUTIONS.items()
+    }
+    driver = attempt("CUDA driver", machine.driver_cuda, "none")
+    versions = {name: found for group in packages.values() for name, found in group.items()} | {"driver": driver}
+    tools = {
+        "driver": attempt("driver", machine.driver_version, "none"),
+        "CUDA driver": driver,
+        "nvcc": attempt("nvcc", machine.nvcc_version, "none"),
+        "C++ compiler": attempt("C++ compiler", lambda: shutil.which(os.environ.get("CXX", "g++")), None) or "none",
+    }
     return {
         "version": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {group: {name: package_version(name) for name in distributions} for group, distributions in DISTRIBUTIONS.items()},
-        "tools": {"CUDA driver": driver_version(), "nvcc": find_nvcc() or "none", "C++ compiler": shutil.which(os.environ.get("CXX", "g++")) or "none"},
+        "packages": packages,
+        "tools": tools,
         "gpus": [{"name": gpu.name, "capability": str(gpu.capability), "num_sms": gpu.num_sms} for gpu in devices],
-        "backends": [table.to_dict() for table in tables(devices)],
-        "settings": {variable: os.environ[variable] for variable in (*ENVIRONMENT.values(), "MLA_INTEROP_CACHE", "CXX", "CUDA_HOME") if variable in os.environ},
-        "cache": cache(),
+        "memory": {"gpus": attempt("GPU memory", machine.gpu_memory, []), "jax": attempt("JAX's memory", machine.jax_memory, {})},
+        "known_bad": [finding._asdict() for finding in attempt("known-bad versions", lambda: known_bad(versions), [])],
+        "backends": attempt("backends", lambda: tables(devices), []),
+        "settings": {variable: os.environ[variable] for variable in (*ENVIRONMENT.values(), *OTHER_SETTINGS) if variable in os.environ},
+        "cache": attempt("cache", cache, {"folder": "unknown", "writable": False, "files": 0, "mib": 0.0}),
+        "problems": problems,
     }
 
 
@@ -94,23 +133,22 @@ def sections(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What :func:`report` found but for the backends, as titled lists of names and values, for people."""
     head = {"mla-interop": found["version"], "Python": found["python"], "platform": found["platform"]}
     devices = {f"GPU {index}": f"{gpu['name']}, {gpu['capability']}, {gpu['num_sms']} SMs" for index, gpu in enumerate(found["gpus"])} or {"GPU": "none"}
-    cached = found["cache"]
+    cached, jax = found["cache"], found["memory"]["jax"]
     kept = f"{cached['folder']}, {cached['files']} files, {cached['mib']} MiB{'' if cached['writable'] else ', cannot be written'}"
-    return {
+    memory = {f"GPU {index}": f"{gpu['free_gib']} of {gpu['total_gib']} GiB free" for index, gpu in enumerate(found["memory"]["gpus"])}
+    if jax:
+        share = "a part" if jax["fraction"] is None else f"{jax['fraction']:.0%} of a GPU"
+        memory["JAX"] = f"{'takes ' + share + ' when it starts' if jax['preallocates'] else 'takes memory as it needs it'} ({jax['why']})"
+    bad = {pair["found"]: f"{pair['why']}. {pair['do']}." for pair in found["known_bad"]}
+    shown = {
         "machine": {**head, **devices, **found["tools"]},
         **found["packages"],
+        "memory": memory,
+        "versions that do not get along": bad or {"none known": ""},
         "settings": found["settings"] or {"none": ""},
         "cache": {"folder": kept},
     }
-
-
-def driver_version() -> str:
-    """The newest CUDA that the driver can run, as in ``"13.0"``, or ``"none"``."""
-    try:
-        driver, answer = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
-    except OSError:
-        return "none"
-    return f"{answer.value // 1000}.{answer.value % 1000 // 10}" if driver.cuDriverGetVersion(ctypes.byref(answer)) == 0 else "none"
+    return shown | ({"problems": dict(problem.split(": ", 1) for problem in found["problems"])} if found["problems"] else {})
 
 
 def cache() -> dict[str, Any]:

@@ -90,7 +90,7 @@ def test_explain_refuses_in_words(arguments: list[str], text: str) -> None:
 def test_an_error_is_told_without_a_traceback() -> None:
     code = "from mla_interop.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code, "explain", "--gpu", "riva-128"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and done.stderr.startswith("mla-interop: gpu: got 'riva-128'") and "Traceback" not in done.stderr
+    assert done.returncode == 2 and done.stderr.startswith("mla-interop: gpu: got 'riva-128'") and "Traceback" not in done.stderr
 
 
 def test_backends_writes_the_document() -> None:

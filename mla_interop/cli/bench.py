@@ -1,0 +1,53 @@
+"""``mla-interop bench``."""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mla_interop.cli.output import JSON, require
+from mla_interop.errors import input_error
+
+
+def bench(
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda where there is one]")] = None,
+    dtype: Annotated[str, typer.Option(help="Of q, k and v; several with commas between.")] = "bfloat16",
+    only: Annotated[str, typer.Option(help="Run only what has this in its framework, name or kernel.")] = "",
+    problems: Annotated[str | None, typer.Option(help="Names as in the tables (128x4096x1), with commas between. [default: all]")] = None,
+    soak: Annotated[bool, typer.Option("--soak", help="Also a million calls each, and whether the process grew.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Where to write the results as JSON.")] = None,
+    as_json: JSON = False,
+) -> None:
+    """Every kernel from both frameworks, and the peers that are installed, on the same inputs in one run."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory of the same GPU
+    require("torch", "torch")
+    from mla_interop.bench import overheads, run
+    from mla_interop.bench.problems import CPU_PROBLEMS, GPU_PROBLEMS
+    from mla_interop.doctor import gpus
+
+    device = device or ("cuda" if gpus() else "cpu")
+    known = {problem.name: problem for problem in (GPU_PROBLEMS if device == "cuda" else CPU_PROBLEMS)}
+    names = problems.split(",") if problems else [*known]
+    if not set(names) <= set(known):
+        raise input_error("problems", problems, ", ".join(known))
+
+    shown: list[tuple[str, str]] = []
+
+    def said(row: dict[str, Any]) -> None:
+        if as_json:
+            return
+        if (row["problem"], row["dtype"]) not in shown[-1:]:
+            shown.append((row["problem"], row["dtype"]))
+            print(f"{row['problem']}, {row['dtype']}")
+        took = f"{row['us']:10.1f} us" if "us" in row else row["failed"]
+        print(f"  {row['framework']:<5} {row['name']:<36} {row['kernel']:<20} {took}")
+
+    results = run.measure(device, dtype.split(","), [known[name] for name in names], only, said)
+    if soak:
+        results["soak"] = [overheads.soak(device), overheads.torch_soak(device)]
+    if output is not None:
+        run.save(results, output)
+    if as_json:
+        print(json.dumps(results, indent=2))

@@ -1,0 +1,40 @@
+"""``mla-interop demo``."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mla_interop.cli.output import JSON, require, working
+
+
+def demo(
+    files: Annotated[list[Path] | None, typer.Argument(metavar="[TEXT_FILES]...", help="Text files, one sequence each. [default: the README and docs]")] = None,
+    model: Annotated[str, typer.Option(help="A model's name; an unknown one lists the known.")] = "deepseek-v2-lite",
+    config: Annotated[Path | None, typer.Option(help="config.json of any MLA model in the Hugging Face format, instead of --model.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("demo-output"),
+    max_tokens: Annotated[int, typer.Option(min=1, help="Where each text is cut.")] = 1024,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. [default: float32 on a CPU, else bfloat16]")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda where there is one]")] = None,
+    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+    as_json: JSON = False,
+) -> None:
+    """One attention layer of a real model's geometry, on real text, from both frameworks.
+
+    The weights are random and the tokens are the text's bytes, so nothing is downloaded.
+    """
+    for module in ("torch", "transformers", "matplotlib"):
+        require(module, "demo")
+    from rich.console import Console
+
+    from mla_interop.demo.run import run_demo
+
+    with working("a layer in every path", quiet=as_json):
+        report = run_demo(files or (), model=model, config=config, output=output, max_tokens=max_tokens, dtype=dtype, device=device, seed=seed)
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        console = Console()
+        console.width = min(console.width, 100) if console.is_terminal else 100
+        report.print(console)

@@ -1,0 +1,50 @@
+"""``mla-interop doctor``."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from mla_interop.cli.output import JSON, NO, console, plain, print_table, working
+
+
+def doctor(
+    self_check: Annotated[bool, typer.Option("--self-check", help="Also run each available backend, and compare it with float64.")] = False,
+    as_json: JSON = False,
+) -> None:
+    """Versions, GPUs, backends, settings and caches of this machine; imports nothing that may be broken.
+
+    The exit code is 1 where a self-check deviates.
+    """
+    from mla_interop import doctor
+
+    with working("checking every backend" if self_check else "looking around", quiet=as_json):
+        found = doctor.look()
+        checks = doctor.self_checks() if self_check else []
+    if as_json:
+        made = {**found, "backends": [table.to_dict() for table in found["backends"]]}
+        print(json.dumps(made | ({"self_check": [check.to_dict() for check in checks]} if self_check else {}), indent=2))
+    else:
+        _print(found, checks)
+    if not all(check.ok for check in checks):
+        raise typer.Exit(NO)
+
+
+def _print(found: dict[str, Any], checks: list[Any]) -> None:
+    from rich.table import Table
+
+    from mla_interop import doctor
+
+    screen = console()
+    for title, values in doctor.sections(found).items():
+        screen.print(f"[bold]{title}[/bold]")
+        shown = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
+        shown.add_column("", min_width=25, max_width=32, overflow="fold")
+        shown.add_column("", overflow="fold")
+        for name, value in values.items():
+            shown.add_row(plain(f"  {name}"), plain(str(value)))
+        screen.print(shown)
+    for table in found["backends"]:
+        print_table(table)
+    for check in checks:
+        screen.print(plain(str(check)))

@@ -1,0 +1,80 @@
+"""What every command shares: options, the console, tables, and how a package that a command needs is asked for."""
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from mla_interop.errors import MLAUnavailableError, input_error
+
+JSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+OK, NO, BAD_USE = 0, 1, 2
+"""Exit codes: done; done, and the answer is no (something deviates, or could not be had); asked in a way that makes no sense."""
+
+
+def model_named(name: str) -> Any:
+    """The :class:`~mla_interop.dimensions.Model` of that name.
+
+    Raises:
+        MLAInputError: It is unknown; the text lists the known ones.
+    """
+    from mla_interop.dimensions import MODELS
+
+    if name not in MODELS:
+        raise input_error("model", repr(name), ", ".join(MODELS))
+    return MODELS[name]
+
+
+def require(module: str, extra: str) -> Any:
+    """A module that a command cannot do without, imported.
+
+    Raises:
+        MLAUnavailableError: It is not installed, or raises when it is imported: packages raise whatever they like (oumi#2586).
+    """
+    try:
+        return importlib.import_module(module)
+    except (Exception, SystemExit) as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module
+        why = "is not installed" if missing else f"cannot be imported ({type(error).__name__}: {error})"
+        raise MLAUnavailableError(f"this command needs {module}, which {why}; install it with: pip install 'mla-interop[{extra}]'") from error
+
+
+def console(stderr: bool = False) -> Any:
+    """A console of at most 110 columns; 80 where no terminal says otherwise."""
+    from rich.console import Console
+
+    made = Console(highlight=False, stderr=stderr)
+    made.width = min(made.width, 110) if made.is_terminal else 80
+    return made
+
+
+@contextlib.contextmanager
+def working(what: str, quiet: bool = False) -> Iterator[None]:
+    """A sign of life while something takes long: on a terminal's stderr, so that stdout holds results alone."""
+    screen = console(stderr=True)
+    with screen.status(f"{what} ...") if screen.is_terminal and not quiet else contextlib.nullcontext():
+        yield
+
+
+def print_table(table: Any) -> None:
+    """A selection table, within the console's width."""
+    from rich.table import Table
+
+    shown = Table(title=table.problem, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name, fold in (("", False), ("backend", False), ("kernel", False), ("why", True)):
+        shown.add_column(name, no_wrap=not fold, overflow="fold")
+    for cells in table.cells():
+        shown.add_row(*map(plain, cells))
+    screen = console()
+    screen.print(shown)
+    screen.print(plain("\n".join([*table.footer(), f"order: {', '.join(table.order)}", ""])))
+
+
+def plain(text: str) -> Any:
+    """Text in which rich looks for no markup."""
+    from rich.text import Text
+
+    return Text(text)
