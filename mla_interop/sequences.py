@@ -62,26 +62,32 @@ class HostLengths:
 
     @functools.cached_property
     def total_q(self) -> int:
+        """Query tokens of all sequences."""
         return int(self.cu_seqlens_q[-1])
 
     @functools.cached_property
     def total_k(self) -> int:
+        """Key tokens of all sequences."""
         return int(self.cu_seqlens_k[-1])
 
     @functools.cached_property
     def lengths_q(self) -> np.ndarray:
+        """int32 ``[B]``, query tokens of each sequence."""
         return np.diff(self.cu_seqlens_q)
 
     @functools.cached_property
     def lengths_k(self) -> np.ndarray:
+        """int32 ``[B]``, key tokens of each sequence."""
         return np.diff(self.cu_seqlens_k)
 
     @functools.cached_property
     def max_seqlen_q(self) -> int:
+        """Query tokens of the longest sequence; 0 without sequences."""
         return int(self.lengths_q.max(initial=0))
 
     @functools.cached_property
     def max_seqlen_k(self) -> int:
+        """Key tokens of the longest sequence; 0 without sequences."""
         return int(self.lengths_k.max(initial=0))
 
     def has_empty_rows(self, is_causal: bool) -> bool:

@@ -34,10 +34,12 @@ class Layer:
 
     @property
     def tokens(self) -> int:
+        """T, new tokens of all requests."""
         return sum(self.query_lens)
 
     @property
     def num_blocks(self) -> int:
+        """Blocks of the cache that hold a context."""
         return sum(-(-n // self.block_size) for n in self.context_lens)
 
     @property
@@ -51,6 +53,7 @@ class Layer:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """q ``[T, N, D]``, latents ``[T, L]`` and ``[T, R]``, the up-projection ``[L, N * (P + V)]``, and the cache ``[blocks, block, L + R]``."""
         d, rank = self.dimensions, self.kv_lora_rank
         return {
             "q": (self.tokens, self.heads, d.qk_head_dim),
@@ -66,6 +69,7 @@ class Layer:
         return {**options, "block_size": self.block_size, "workspace_rows": self.workspace_rows}
 
     def config(self, device: str) -> MLAPrefillSelectorConfig:
+        """The selector's view of the layer's attention on ``"cuda"`` or ``"cpu"``."""
         return MLAPrefillSelectorConfig(dimensions=self.dimensions, num_heads=self.heads, device_type=device)
 
 

@@ -24,10 +24,12 @@ class Problem:
 
     @property
     def cu_seqlens(self) -> np.ndarray:
+        """int32 ``[B + 1]``, of queries and of keys."""
         return np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32)
 
     @property
     def tokens(self) -> int:
+        """T, which is S too."""
         return sum(self.lengths)
 
     @property

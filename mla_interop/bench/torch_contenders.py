@@ -40,11 +40,14 @@ class Contender:
 
 
 def synchronize(device: torch.device) -> None:
+    """Wait for all that was launched on the current GPU; nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def looped(call: Callable[[], Any], device: torch.device) -> Callable[[int], None]:
+    """``run(n)``: n calls, and then one wait for the device."""
+
     def run(n: int) -> None:
         for _ in range(n):
             call()
