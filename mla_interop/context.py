@@ -19,8 +19,7 @@ from mla_interop.chunks import ContextShard as ContextShard
 from mla_interop.chunks import context_bucket as context_bucket
 from mla_interop.chunks import even_chunks, plan_chunks
 from mla_interop.errors import MLAInputError, input_error
-from mla_interop.exchange import host_values
-from mla_interop.sequences import INT32_MAX, PrefillMetadata, prepare_metadata
+from mla_interop.sequences import INT32_MAX, PrefillMetadata, prepare_metadata, readable
 
 if TYPE_CHECKING:
     from mla_interop.selector import MLAPrefillSelectorConfig
@@ -132,9 +131,12 @@ def prepare_context_metadata(
     cu_q = _cumulative(query_lens, cu_seqlens_q)
     num_seqs = len(cu_q) - 1
     lens = _host_lengths("context_lens", np.zeros(num_seqs, np.int64) if context_lens is None else context_lens, num_seqs)
-    for name, value in (("block_size", block_size), ("workspace_rows", workspace_rows), ("alignment", alignment)):
-        if value is not None and (not isinstance(value, (int, np.integer)) or value < 1):
-            raise input_error(name, repr(value), "a positive integer")
+    sizes = {"block_size": block_size, "workspace_rows": workspace_rows, "alignment": alignment, "num_context_rows": num_context_rows}
+    for name, value in sizes.items():
+        least = 0 if name == "num_context_rows" else 1
+        good = isinstance(value, (int, np.integer)) and not isinstance(value, bool) and least <= value <= INT32_MAX
+        if not good and (value is not None or name == "block_size"):
+            raise input_error(name, repr(value), "a positive integer" if least else f"an integer from 0 to {INT32_MAX}, or None")
     if shard is not None:
         _check_shard(shard)
         lens = shard.lengths(lens)
@@ -203,7 +205,7 @@ def _cache_rows(plan: list[Chunk], lens: np.ndarray, block_table: Any, block_siz
     total = int(lens.sum())
     if not total:
         return np.full(shape or 0, -1, np.int32), 0
-    table = host_values(block_table) if block_table is not None else None
+    table = readable("block_table", block_table) if block_table is not None else None
     _check_table(block_table if table is None else table, lens, block_size)
     request = np.repeat(np.arange(len(lens)), lens)
     block, offset = np.divmod(np.arange(total) - np.repeat(np.cumsum(lens) - lens, lens), block_size)
@@ -239,6 +241,8 @@ def _check_table(table: Any, lens: np.ndarray, block_size: int) -> None:
 
 
 def _check_shard(shard: ContextShard) -> None:
+    if not isinstance(shard, ContextShard) or not all(isinstance(part, (int, np.integer)) for part in shard):
+        raise input_error("shard", repr(shard), "a ContextShard of integers, or None")
     if not (shard.world_size >= 1 and shard.interleave >= 1 and 0 <= shard.rank < shard.world_size):
         raise input_error("shard", str(tuple(shard)), "(rank, world_size, interleave) with 0 <= rank < world_size and interleave >= 1")
 
@@ -248,7 +252,7 @@ def _cumulative(query_lens: Any, cu_seqlens_q: Any) -> np.ndarray:
         raise MLAInputError("query_lens, cu_seqlens_q: got both or neither; allowed: one of the two.")
     if query_lens is not None:
         return _offsets(_host_lengths("query_lens", query_lens, None))
-    host = host_values(cu_seqlens_q)
+    host = readable("cu_seqlens_q", cu_seqlens_q)
     if host is None:
         raise input_error(
             "cu_seqlens_q", f"a {type(cu_seqlens_q).__name__} on a device", "values on the host", "Chunks are planned on the host, without a sync."
@@ -259,16 +263,17 @@ def _cumulative(query_lens: Any, cu_seqlens_q: Any) -> np.ndarray:
 
 
 def _host_lengths(name: str, values: Any, count: int | None) -> np.ndarray:
-    host = host_values(values)
+    host = readable(name, values)
     if host is None:
         raise input_error(name, f"a {type(values).__name__} on a device", "values on the host", "Chunks are planned on the host, without a sync.")
     if host.ndim != 1 or (host.dtype.kind not in "iu" and host.size) or (count is not None and len(host) != count):
         allowed = "integers of shape [B]" if count is None else f"{count} integers, one a request"
         raise input_error(name, f"{host.dtype} of shape {host.shape}", allowed)
-    host = host.astype(np.int64)
-    if host.size and host.min() < 0:
-        raise input_error(name, str(host.min()), "lengths of at least 0")
-    return host
+    # Before any sum, which could wrap around to what looks right.
+    if host.size and (host.min() < 0 or host.max() > INT32_MAX):
+        wrong = host.min() if host.min() < 0 else host.max()
+        raise input_error(name, str(wrong), f"lengths of at least 0 and at most {INT32_MAX} (int32 offsets)")
+    return host.astype(np.int64)
 
 
 def _offsets(lengths: np.ndarray) -> np.ndarray:

@@ -212,13 +212,22 @@ def clear_tail(values: Any, cu_seqlens: Any) -> Any:
     return xp.where(xp.reshape(inside, (-1,) + (1,) * (values.ndim - 1)), values, xp.zeros_like(values))
 
 
+def readable(name: str, values: Any) -> np.ndarray | None:
+    """``host_values`` of an argument.
+
+    Raises:
+        MLAInputError: Its framework cannot give them: nested lists; sparse, meta or deleted arrays.
+    """
+    try:
+        return host_values(values)
+    except Exception as error:
+        got = f"a {type(values).__name__} that cannot be read ({str(error).splitlines()[0]})"
+        raise input_error(name, got, "a list of integers, or an array with memory of its own") from error
+
+
 def _lengths(name: str, values: Any, check: bool) -> tuple[Any, np.ndarray | None]:
     """The array to compute with, and the checked host copy of it where the host may know it."""
-    try:
-        host = host_values(values)
-    except Exception as error:  # whatever a framework says of nested lists, of sparse, meta or deleted arrays
-        got = f"a {type(values).__name__} that cannot be read ({str(error).splitlines()[0]})"
-        raise input_error(name, got, "int32 of shape [B + 1]: a list, or an array with memory of its own") from error
+    host = readable(name, values)
     if host is not None:
         checked = _checked(name, host)
         return checked, checked
