@@ -143,8 +143,8 @@ def _projection(weight: Any, dimensions: MLADimensions, num_heads: int) -> Calla
 
     def project(kv_c: Any, k_pe: Any) -> tuple[Any, Any]:
         rows = kv_c.shape[0]
-        v = (kv_c @ weight_v).reshape(rows, num_heads, -1)
-        k = ((jnp.concatenate([kv_c, k_pe], axis=1) if fused else kv_c) @ weight_k).reshape(rows, num_heads, -1)
+        v = (kv_c @ weight_v).reshape(rows, num_heads, dimensions.v_head_dim)  # -1 is no answer where there are no rows
+        k = ((jnp.concatenate([kv_c, k_pe], axis=1) if fused else kv_c) @ weight_k).reshape(rows, num_heads, weight_k.shape[1] // num_heads)
         if rope and not fused:
             k = jnp.concatenate([k, jnp.broadcast_to(k_pe[:, None, :], (rows, num_heads, rope))], axis=-1)
         return k, v

@@ -143,7 +143,8 @@ def project(kv_b: Any, dimensions: MLADimensions, kv_c: Any, k_pe: Any) -> State
     """Keys and values of latents; v is a view of the projection where the namespace has views."""
     xp, nope = array_api_compat.array_namespace(kv_c), dimensions.qk_nope_head_dim
     kv: Any = kv_b(kv_c) if callable(kv_b) else xp.astype(kv_c @ kv_b, kv_c.dtype, copy=False)  # NumPy multiplies bfloat16 to float32
-    kv = kv.reshape(kv_c.shape[0], -1, nope + dimensions.v_head_dim)
+    width = nope + dimensions.v_head_dim
+    kv = kv.reshape(kv_c.shape[0], math.prod(kv.shape[1:]) // width, width)  # -1 is no answer where there are no rows
     k = latents.expand_k(kv, k_pe, nope) if dimensions.qk_rope_head_dim else kv[..., :nope]
     return k, kv[..., nope:]
 

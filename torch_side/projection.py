@@ -97,7 +97,7 @@ def project_function(function: Callable[[Any], Any], dimensions: MLADimensions, 
         expected = kv_c.shape[0], buffer.shape[1] * (nope + dimensions.v_head_dim)
         if tuple(kv.shape) != expected or kv.dtype != buffer.dtype:
             raise input_error("kv_b", f"a function that returns {tuple(kv.shape)}, {kv.dtype}", f"[S, N * (P + V)] = {expected}, {buffer.dtype}")
-        kv = kv.view(kv_c.shape[0], -1, nope + dimensions.v_head_dim)
+        kv = kv.view(kv_c.shape[0], buffer.shape[1], nope + dimensions.v_head_dim)
         k = latents.expand_k(kv, k_pe, nope, out=buffer[: kv.shape[0]]) if dimensions.qk_rope_head_dim else kv[..., :nope]
         return k, kv[..., nope:]
 

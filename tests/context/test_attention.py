@@ -69,6 +69,21 @@ def test_any_chunking_is_the_one_pass(frontend: str, layout: str, workspace_rows
     assert_near(layer(MIXED, frontend, layout, workspace_rows=workspace_rows), MIXED.expected())
 
 
+@pytest.mark.parametrize("query_lens", [(0,), (0, 0)])
+@pytest.mark.parametrize("frontend", FRONTENDS)
+def test_a_batch_without_a_new_token(frontend: str, query_lens: tuple[int, ...]) -> None:
+    """Zero rows of everything: no product, by a weight or by a function, may have to guess a dimension."""
+    case = LatentCase(query_lens, (5, 40)[: len(query_lens)])
+    assert_near(layer(case, frontend), case.expected())
+    if frontend == "torch":
+        import torch_side
+
+        a = {name: to_torch(x) for name, x in case.arrays.items() if name != "latents"}
+        metadata = torch_side.prepare_context_metadata(query_lens, case.context_lens, a["table"], block_size=case.block_size)
+        made = torch_side.mla_attention(a["q"], a["kv_c"], a["k_pe"], lambda x: x @ a["weight"], metadata=metadata, cache=a["cache"], dimensions=DIMS)
+        assert made.shape == (0, case.heads, DIMS.v_head_dim)
+
+
 @pytest.mark.parametrize("block_size", [1, 16, 64, 128])
 @pytest.mark.parametrize("frontend", ["torch", "jit"])
 def test_block_sizes(frontend: str, block_size: int) -> None:
