@@ -96,9 +96,9 @@ def _numpy(
 ) -> Any:
     options = make_options(scale, is_causal, return_lse, backend, fallback, padding)
     if out is not None:
-        _check_out(out, (*q.shape[:-1], v.shape[-1]), q.dtype)
+        _check_out(out, (*q.shape[:-1], *v.shape[-1:]), q.dtype)
     if q.ndim == 4:
-        packed_out = None if out is None else out.reshape(-1, *out.shape[2:])
+        packed_out = None if out is None else out.reshape(out.shape[0] * out.shape[1], *out.shape[2:])  # -1 is no answer where there are no heads
         lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, metadata)
         return dense_call(q, k, v, lengths, lambda q, k, v, metadata: _run_numpy(q, k, v, options, metadata, packed_out))
     metadata = metadata_for(q.shape, k.shape, metadata, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, check)
@@ -113,6 +113,8 @@ def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
 
 
 def _run_numpy(q: np.ndarray, k: np.ndarray, v: np.ndarray, options: Options, metadata: PrefillMetadata, out: np.ndarray | None) -> Any:
+    # A field of a structured array may have strides that are no multiples of an item's size, which nothing but NumPy can express.
+    q, k, v = (np.ascontiguousarray(x) if x.ndim and any(stride % x.itemsize for stride in x.strides) else x for x in (q, k, v))
     call = resolve(_spec(q), _spec(k), _spec(v), options, metadata.bounds.num_seqs, metadata.has_lengths)
     bound = bind(call, metadata, k.shape[0], exact=True)
     out = np.empty(call.out_shape, np.dtype(call.out_dtype)) if out is None else out
@@ -138,4 +140,4 @@ def _run_numpy(q: np.ndarray, k: np.ndarray, v: np.ndarray, options: Options, me
 
 def _spec(x: np.ndarray) -> TensorSpec:
     strides = None if x.flags.c_contiguous else tuple(stride // x.itemsize for stride in x.strides)
-    return TensorSpec(x.shape, strides, x.dtype.name, "cpu")
+    return TensorSpec(x.shape, strides, x.dtype.name if x.dtype.isnative else x.dtype.str, "cpu")

@@ -24,6 +24,8 @@ from mla_interop.selector import MLAPrefillSelectorConfig, select
 from mla_interop.sequences import PrefillMetadata, dense_metadata, prepare_metadata
 
 FINISH_TAIL, FINISH_EMPTY_ROWS = 1, 2
+FORMS = "packed [tokens, heads, dim] or dense [batch, tokens, heads, dim]; the same form for q, k and v"
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class Options(NamedTuple):
@@ -49,7 +51,12 @@ def make_options(scale: Any, is_causal: Any, return_lse: Any, backend: Any, fall
     if scale is not None and type(scale) is not float:
         if not isinstance(scale, numbers.Real) or isinstance(scale, bool):
             raise input_error("scale", repr(scale), "a finite number, or None for D ** -0.5")
-        scale = float(scale)
+        try:
+            scale = float(scale)
+        except OverflowError:
+            raise input_error("scale", f"a {type(scale).__name__} beyond float64", "a finite number, or None for D ** -0.5") from None
+    if not isinstance(padding, str):
+        raise input_error("padding", repr(padding), "'finite' or 'any'")
     if backend is not None and not isinstance(backend, str):
         backend = parse_names("backend", backend)
     return Options(scale, is_causal, return_lse, backend, fallback, padding)
@@ -122,7 +129,7 @@ def resolve(q: TensorSpec, k: TensorSpec, v: TensorSpec, options: Options, num_s
 def _resolve(q: TensorSpec, k: TensorSpec, v: TensorSpec, options: Options, num_seqs: int, has_lengths: bool, environment: tuple[str | None, ...]) -> Resolved:
     del environment  # only a part of the key
     _check_tensors(q, k, v)
-    scale = _check_options(options, q.shape[2])
+    scale = _check_options(options, q)
     tokens, heads, qk_head_dim = q.shape
     on_gpu = q.device_type == "cuda"
     config = MLAPrefillSelectorConfig(
@@ -218,6 +225,9 @@ def metadata_for(
         if not isinstance(metadata, PrefillMetadata):
             raise input_error("metadata", type(metadata).__name__, "what prepare_metadata returns")
         return metadata
+    for name, shape in (("q", q_shape), ("k", k_shape)):
+        if len(shape) != 3:  # before lengths are compared with what is no number of tokens
+            raise input_error(name, f"shape {tuple(shape)}", FORMS)
     if cu_seqlens_q is None and cu_seqlens_k is not None:
         raise input_error("cu_seqlens_q", "None with cu_seqlens_k given", "both, or cu_seqlens_q alone")
     if cu_seqlens_q is None:
@@ -259,7 +269,7 @@ def dense_call(q: Any, k: Any, v: Any, lengths: tuple[Any, ...], run: Callable[.
 def _check_tensors(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> None:
     for name, spec in zip("qkv", (q, k, v), strict=True):
         if len(spec.shape) != 3:
-            raise input_error(name, f"shape {spec.shape}", "packed [tokens, heads, dim] or dense [batch, tokens, heads, dim]; the same form for q, k and v")
+            raise input_error(name, f"shape {spec.shape}", FORMS)
     for name, spec in (("k", k), ("v", v)):
         if spec.dtype != q.dtype:
             raise input_error(name, f"dtype {spec.dtype}", f"q's dtype, {q.dtype}")
@@ -275,13 +285,16 @@ def _check_tensors(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> None:
         raise input_error("q" if q.shape[2] == 0 else "v", "last dim 0", "a positive head dimension")
 
 
-def _check_options(options: Options, qk_head_dim: int) -> float:
+def _check_options(options: Options, q: TensorSpec) -> float:
     if options.padding not in ("finite", "any"):
         raise input_error("padding", repr(options.padding), "'finite' or 'any'")
     if options.scale is None:
-        return qk_head_dim**-0.5
+        return q.shape[2] ** -0.5
     if not math.isfinite(options.scale):
         raise input_error("scale", repr(options.scale), "a finite number, or None for D ** -0.5")
+    # Kernels multiply in float32, where a larger scale is infinite and every score NaN; float64 goes to array code, which does not.
+    if abs(options.scale) > FLOAT32_MAX and q.dtype != "float64":
+        raise input_error("scale", repr(options.scale), f"a number of float32, at most {FLOAT32_MAX:.4g}")
     return options.scale
 
 

@@ -38,6 +38,9 @@ TENSORS = {
     "no column in q": ((array(7, 3, 0), array(9, 3, 0), V), "q: got last dim 0; allowed: a positive head dimension."),
     "no column in v": ((Q, K, array(9, 3, 0)), "v: got last dim 0; allowed: a positive head dimension."),
     "two dimensions": ((array(7, 192), K, V), "q: got shape (7, 192); allowed: packed [tokens, heads, dim] or dense"),
+    "no dimension": ((array(), K, V), "q: got shape (); allowed: packed"),
+    "no dimension in k": ((Q, array(), V), "k: got shape (); allowed: packed"),
+    "no dimension in v": ((Q, K, array()), "v: got shape (); allowed: packed"),
     "five dimensions": ((array(1, 1, 7, 3, 192), K, V), "q: got shape (1, 1, 7, 3, 192)"),
     "packed q, dense k": ((Q, DENSE[1], V), "k: got shape (1, 9, 3, 192); allowed: packed [tokens, heads, dim]"),
     "packed q, dense v": ((Q, K, DENSE[2]), "v: got shape (1, 9, 3, 128)"),
@@ -48,6 +51,8 @@ TENSORS = {
 OPTIONS = {
     "scale NaN": ({"scale": math.nan}, "scale: got nan; allowed: a finite number, or None for D ** -0.5."),
     "scale inf": ({"scale": math.inf}, "scale: got inf; allowed: a finite number"),
+    "scale beyond float32": ({"scale": -1e39}, "scale: got -1e+39; allowed: a number of float32, at most 3.403e+38"),
+    "scale beyond float64": ({"scale": 10**400}, "scale: got a int beyond float64; allowed: a finite number"),
     "scale True": ({"scale": True}, "scale: got True; allowed: a finite number"),
     "scale text": ({"scale": "1.0"}, "scale: got '1.0'; allowed: a finite number"),
     "scale complex": ({"scale": 1j}, "scale: got 1j; allowed: a finite number"),
@@ -55,6 +60,8 @@ OPTIONS = {
     "is_causal None": ({"is_causal": None}, "is_causal: got None; allowed: True or False."),
     "return_lse text": ({"return_lse": "no"}, "return_lse: got 'no'; allowed: True or False."),
     "fallback text": ({"fallback": "REFERENCE"}, "fallback: got 'REFERENCE'; allowed: True or False."),
+    "padding a list": ({"padding": ["any"]}, "padding: got ['any']; allowed: 'finite' or 'any'."),
+    "check 1": ({"check": 1}, "check: got 1; allowed: True or False."),
     "padding unknown": ({"padding": "zeros"}, "padding: got 'zeros'; allowed: 'finite' or 'any'."),
     "metadata and lengths": ({"metadata": METADATA}, "metadata: given together with cu_seqlens or max_seqlen"),
     "lengths past q": ({"cu_seqlens_q": [0, 8]}, "num_tokens_q: got 7 tokens; allowed: at least the last cumulative length, 8."),
@@ -85,6 +92,14 @@ def test_arrays_that_do_not_fit(name: str) -> None:
     with pytest.raises(MLAInputError) as refusal:
         mla_interop.mla_prefill(*arrays)
     assert str(refusal.value).startswith(text)
+
+
+def test_the_form_is_judged_before_the_lengths() -> None:
+    """A wrong number of dimensions is said as such, not as a wrong number of tokens."""
+    for arrays, text in (((Q[0], K, V), "q: got shape (3, 192)"), ((Q, K[None], V), "k: got shape (1, 9, 3, 192)"), ((Q, K, V[0]), "v: got shape (3, 128)")):
+        with pytest.raises(MLAInputError) as refusal:
+            mla_interop.mla_prefill(*arrays, **LENGTHS)
+        assert str(refusal.value).startswith(text)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -179,3 +194,29 @@ def test_a_backend_object_answers_by_itself_only() -> None:
     assert out.shape == (7, 3, 128) and lse.shape == (3, 7) and backend.run_prefill_new_tokens(Q, K, V, metadata).shape == (7, 3, 128)
     with pytest.raises(MLAInputError, match="this object is REFERENCE already"):
         backend.run_prefill_new_tokens(Q, K, V, metadata, backend="CPU_SDPA")
+
+
+def test_a_large_scale_is_used_where_float64_holds_it() -> None:
+    q, k, v = (np.full((1, 3, 8), 1e-20) for _ in range(3))
+    _, lse = mla_interop.mla_prefill(q, k, v, scale=1e39, return_lse=True)
+    np.testing.assert_allclose(lse, np.float32(8 * 1e-40 * 1e39), rtol=1e-6)
+
+
+def test_numpy_arrays_that_only_numpy_can_describe() -> None:
+    """A field of a packed structure has strides that are no multiples of its size, and bytes may be in the other order."""
+    random = np.random.default_rng(3)
+    plain = tuple(random.standard_normal(x.shape).astype(np.float32) for x in (Q, K, V))
+    fields = tuple(np.zeros(x.shape, [("flag", "i1"), ("value", "f4")])["value"] for x in plain)
+    for field, x in zip(fields, plain, strict=True):
+        field[...] = x
+    for backend in ("CPU_SDPA", "REFERENCE"):
+        expected = mla_interop.mla_prefill(*plain, backend=backend, return_lse=True)
+        for made, right in zip(mla_interop.mla_prefill(*fields, backend=backend, return_lse=True), expected, strict=True):
+            np.testing.assert_array_equal(made, right)
+        with pytest.raises(MLAInputError, match="dtype: got '>f4'; allowed: bfloat16, float16, float32"):
+            mla_interop.mla_prefill(*(x.astype(">f4") for x in plain), backend=backend)
+
+
+def test_a_dense_batch_without_heads_into_out() -> None:
+    out = array(1, 7, 0, 128)
+    assert mla_interop.mla_prefill(*(x[:, :, :0] for x in DENSE), out=out) is not None
