@@ -14,6 +14,7 @@ except ImportError as error:
 
 from mla_interop.cli.backends import backends
 from mla_interop.cli.bench import bench
+from mla_interop.cli.cache import cache
 from mla_interop.cli.demo import demo
 from mla_interop.cli.doctor import doctor
 from mla_interop.cli.explain import explain
@@ -30,6 +31,7 @@ for command, example in (
     (doctor, "mla-interop doctor --self-check"),
 ):
     app.command(epilog=f"Example: {example}")(command)
+app.add_typer(cache, name="cache")
 
 
 def main() -> None:

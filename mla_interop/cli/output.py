@@ -78,3 +78,8 @@ def plain(text: str) -> Any:
     from rich.text import Text
 
     return Text(text)
+
+
+def mib(size: int) -> str:
+    """Bytes as people read them."""
+    return f"{size / 2**20:.2f} MiB"
