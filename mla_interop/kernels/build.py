@@ -9,6 +9,7 @@ process relink it (NVIDIA/TensorRT-LLM#18368), and N processes with an empty cac
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from mla_interop.errors import MLABuildError
 
@@ -136,6 +138,27 @@ def compile_cpp(
     command += [f"-L{path}" for path in dirs] + [f"-Wl,-rpath,{path}" for path in dirs]
     command += ["-ltvm_ffi", *[f"-l{library}" for library in libraries]]
     return cached(name, _key(command, sources, depends), lambda out: run_tool([*command, "-o", str(out)], name))
+
+
+def wheel_folders(kind: str) -> Iterator[Path]:
+    """The folders ``kind`` (``"lib"``, ``"include"``) of NVIDIA's installed wheels: what the CUDA builds of torch and JAX bring along."""
+    wheels = importlib.util.find_spec("nvidia")
+    for root in (wheels.submodule_search_locations or ()) if wheels else ():
+        yield from sorted(Path(root).glob(f"*/{kind}"))
+
+
+def open_library(path: Path) -> Any:
+    """A built library as a TVM FFI module.
+
+    Raises:
+        MLABuildError: It does not load; the text says why.
+    """
+    import tvm_ffi
+
+    try:
+        return tvm_ffi.load_module(path)
+    except (RuntimeError, OSError) as error:
+        raise MLABuildError(f"cannot load {path}: {error}") from error
 
 
 def find_nvcc() -> str | None:

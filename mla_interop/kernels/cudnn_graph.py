@@ -9,15 +9,14 @@ import ctypes
 import importlib.util
 import os
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from mla_interop.backends.base import CallShape
-from mla_interop.errors import MLABuildError, MLAUnavailableError
+from mla_interop.errors import MLAUnavailableError
 from mla_interop.installed import missing
-from mla_interop.kernels.build import compile_cpp, compile_cuda, find_nvcc, is_cuda_built, package_version
+from mla_interop.kernels.build import compile_cpp, compile_cuda, find_nvcc, is_cuda_built, open_library, package_version, wheel_folders
 
 # Whose C++ interface this was compiled against.
 PROVEN_FRONTENDS = ((1, 32, 0),)
@@ -110,14 +109,8 @@ def _include_folders() -> list[str]:
     frontend = importlib.util.find_spec("cudnn")
     folders = [Path(frontend.origin).parent.parent / "include"] if frontend and frontend.origin else []
     nvcc = find_nvcc()
-    folders += [*_wheel_folders("include"), *([Path(nvcc).resolve().parent.parent / "include"] if nvcc else []), Path("/usr/local/cuda/include")]
+    folders += [*wheel_folders("include"), *([Path(nvcc).resolve().parent.parent / "include"] if nvcc else []), Path("/usr/local/cuda/include")]
     return [str(folder) for folder in folders if folder.exists()]
-
-
-def _wheel_folders(kind: str) -> Iterator[Path]:
-    wheels = importlib.util.find_spec("nvidia")
-    for root in (wheels.submodule_search_locations or ()) if wheels else ():
-        yield from sorted(Path(root).glob(f"*/{kind}"))
 
 
 def _depends() -> dict[str, str]:
@@ -148,14 +141,14 @@ def load(is_causal: bool, capability: tuple[int, int]) -> Any:
         MLAUnavailableError: The libcudnn of this process is one that is refused.
     """
     graph = _graph(capability)
-    finish = _open(compile_cuda("mla_finish", ["finish.cu"], _arch(capability)))
+    finish = open_library(compile_cuda("mla_finish", ["finish.cu"], _arch(capability)))
     return closure().make(graph.run, finish.finish_natural, is_causal)
 
 
 @cache
 def closure() -> Any:
     """The native part that needs no GPU: ``make``, ``scratch_bytes``, ``round_length``, ``round_sequences``, ``visible_rows``."""
-    return _open(compile_cpp("cudnn_closure", ["cudnn_closure.cc"]))
+    return open_library(compile_cpp("cudnn_closure", ["cudnn_closure.cc"]))
 
 
 def prepare(shape: CallShape, dtype: str, heads: int, head_dims: tuple[int, int], is_causal: bool, capability: tuple[int, int]) -> int:
@@ -189,7 +182,7 @@ def key(shape: CallShape, dtype: str, heads: int, head_dims: tuple[int, int], is
 @cache
 def _graph(capability: tuple[int, int]) -> Any:
     built = compile_cuda("mla_cudnn", _SOURCES, _arch(capability), flags=_FLAGS, include=_include_folders(), depends=_depends())
-    graph = _open(built)
+    graph = open_library(built)
     _load_cuda_runtime()
     version = graph.open(_library())
     loaded = (version // 10000, version // 100 % 100, version % 100)
@@ -205,7 +198,7 @@ def _library() -> str:
         ctypes.CDLL(_SONAME, mode=os.RTLD_NOLOAD)
         return _SONAME
     except OSError:
-        return next((str(folder / _SONAME) for folder in _wheel_folders("lib") if (folder / _SONAME).exists()), _SONAME)
+        return next((str(folder / _SONAME) for folder in wheel_folders("lib") if (folder / _SONAME).exists()), _SONAME)
 
 
 def _load_cuda_runtime() -> None:
@@ -217,15 +210,6 @@ def _load_cuda_runtime() -> None:
             return
         except OSError:
             continue
-    found = next((folder / name for name in names for folder in _wheel_folders("lib") if (folder / name).exists()), None)
+    found = next((folder / name for name in names for folder in wheel_folders("lib") if (folder / name).exists()), None)
     if found is not None:
         ctypes.CDLL(str(found), mode=ctypes.RTLD_GLOBAL)
-
-
-def _open(path: Path) -> Any:
-    import tvm_ffi
-
-    try:
-        return tvm_ffi.load_module(path)
-    except (RuntimeError, OSError) as error:
-        raise MLABuildError(f"cannot load {path}: {error}") from error

@@ -20,7 +20,7 @@ import numpy as np
 
 from mla_interop.errors import MLABuildError
 from mla_interop.installed import missing
-from mla_interop.kernels.build import cached, cached_path, compile_cpp, compile_cuda, find_nvcc, package_version, run_tool
+from mla_interop.kernels.build import cached, cached_path, compile_cpp, compile_cuda, find_nvcc, open_library, package_version, run_tool, wheel_folders
 
 # Whose raw argument order and work list were read and found to fit, first and last; only the first was built.
 PROVEN_VERSIONS = ((0, 6, 14), (0, 7, 4))
@@ -149,22 +149,18 @@ def _cuda_home() -> str | None:
 
 def _open(path: Path) -> Any:
     """Load a library with TVM FFI, once; where the CUDA runtime that FlashInfer links is not on the search path, load that first."""
-    import tvm_ffi
-
     try:
-        return tvm_ffi.load_module(path)
-    except (RuntimeError, OSError) as error:
+        return open_library(path)
+    except MLABuildError as error:
         missing = re.search(r"libcudart\.so\.\d+", str(error))
         if missing is None or not _load_cuda_runtime(missing.group()):
-            raise MLABuildError(f"cannot load {path}: {error}") from error
-    return tvm_ffi.load_module(path)
+            raise
+    return open_library(path)
 
 
 def _load_cuda_runtime(name: str) -> bool:
-    home, wheels = _cuda_home(), importlib.util.find_spec("nvidia")
-    folders = [Path(home) / "lib64"] if home else []
-    for root in (wheels.submodule_search_locations or []) if wheels else []:
-        folders += sorted(Path(root).glob("*/lib"))
+    home = _cuda_home()
+    folders = [*([Path(home) / "lib64"] if home else []), *wheel_folders("lib")]
     for folder in folders:
         if (folder / name).exists():
             ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)

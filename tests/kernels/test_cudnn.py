@@ -314,7 +314,7 @@ def test_the_library_that_another_package_loaded_is_judged_too(monkeypatch: pyte
             return 91001
 
     monkeypatch.setattr(cudnn_graph, "compile_cuda", lambda *arguments, **options: "library")
-    monkeypatch.setattr(cudnn_graph, "_open", lambda path: Graph)
+    monkeypatch.setattr(cudnn_graph, "open_library", lambda path: Graph)
     with pytest.raises(MLAUnavailableError, match="cuDNN 9.10.1: wrong results.*This process has loaded it"):
         cudnn_graph._graph.__wrapped__((9, 0))
 
