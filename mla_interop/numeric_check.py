@@ -28,7 +28,7 @@ WITH_KEYS = ((5, 9), (7, 7), (4, 6))
 WITH_EMPTY_ROWS = ((5, 9), (0, 4), (7, 7), (3, 0), (6, 2))
 # Relative Frobenius error of out, and largest absolute error of lse: what rounding explains in every kernel family. Faults are far larger.
 _TOLERANCES = {"float32": (1e-4, 1e-3), "float64": (1e-4, 1e-3), "float8_e4m3fn": (1e-1, 5e-2), "float8_e5m2": (1e-1, 5e-2)}
-_NAMED_FACTORS = {1 / math.log(2): "1/ln 2: base 2, where natural log is right", math.log(2): "ln 2: converted to natural log twice"}
+NAMED_FACTORS = {1 / math.log(2): "1/ln 2: base 2, where natural log is right", math.log(2): "ln 2: converted to natural log twice"}
 
 
 class Finding(NamedTuple):
@@ -206,12 +206,12 @@ class _Checks:
         fits = [
             (layout, factor)
             for layout, seen in (("[N, T]", lse), ("[T, N]", lse.reshape(lse.shape[::-1]).T))
-            for factor in (1.0, *_NAMED_FACTORS)
+            for factor in (1.0, *NAMED_FACTORS)
             if np.abs(seen / factor - right).max() <= self.lse_tolerance
         ]
         if fits:
             layout, factor = fits[0]
-            base = Finding("LSE base", factor == 1, "" if factor == 1 else f"off by a factor of {factor:.4f} ({_NAMED_FACTORS[factor]})")
+            base = Finding("LSE base", factor == 1, "" if factor == 1 else f"off by a factor of {factor:.4f} ({NAMED_FACTORS[factor]})")
             return [base, Finding("LSE layout", layout == "[N, T]", "" if layout == "[N, T]" else "token-major [T, N], where [N, T] is right")]
         with np.errstate(all="ignore"):
             factor, error = float(np.median(lse / right)), float(np.nanmax(np.abs(lse - right)))
@@ -268,7 +268,7 @@ class _Checks:
             return Finding(what, True)
         cause = next((text for text, other in others.items() if self._error(made, other) <= self.out_tolerance), None)
         factor = float((made * right).sum() / (right * right).sum())
-        name = next((text for known, text in _NAMED_FACTORS.items() if self._error(made, known * right) <= self.out_tolerance), None)
+        name = next((text for known, text in NAMED_FACTORS.items() if self._error(made, known * right) <= self.out_tolerance), None)
         return Finding(what, False, cause or f"relative error {error:.2g}, factor {factor:.4f}{f' ({name})' if name else ''}")
 
 

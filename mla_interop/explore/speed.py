@@ -1,0 +1,191 @@
+"""``timing``: how long backends take for one input, here and now; and ``load_results``: how long they took in a result file."""
+
+import importlib
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mla_interop.backends.registry import parse_names
+from mla_interop.bench.timing import per_call
+from mla_interop.capability import machine_name
+from mla_interop.errors import MLAError, MLAUnsupportedError, input_error
+from mla_interop.explore.batch import Batch, make_batch
+from mla_interop.explore.table import Explored, Row, needed
+from mla_interop.neutral import mla_prefill
+
+
+def timing(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    backends: Any = None,
+    frameworks: Sequence[str] | None = None,
+    lengths: Sequence[int] | None = None,
+    return_lse: bool = False,
+    repeats: int = 7,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    scale: float | None = None,
+    is_causal: bool = True,
+) -> "Timing":
+    """Time calls of each backend, through each framework: prepared metadata, and inside ``jax.jit`` for JAX.
+
+    Args:
+        q, k, v: As in :func:`compare`.
+        backends: A name or several; None: all that can serve this here.
+        frameworks: ``"torch"``, ``"jax"``, ``"numpy"``; None: that of q.
+        lengths: Times the first so many rows, as one sequence, for each of these; None: the batch as it is.
+        return_lse: Whether LSE is asked for too.
+        repeats: Loops of at least 10 ms, of which the median counts.
+        cu_seqlens_q, cu_seqlens_k, scale, is_causal: As in ``mla_interop.mla_prefill``.
+
+    Raises:
+        MLAInputError: Wrong arguments.
+        MLAUnsupportedError: A backend that was named cannot serve this, or none can.
+    """
+    whole = make_batch(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, is_causal)
+    if lengths is not None and not len(lengths):
+        raise input_error("lengths", repr(lengths), "numbers of tokens, or None")
+    named = None if backends is None else parse_names("backends", backends)
+    rows = []
+    for batch in [whole] if lengths is None else [whole.first(int(length)) for length in lengths]:
+        for framework in frameworks or (batch.framework,):
+            local = batch.to(framework)
+            for name in batch.backends() if named is None else named:
+                rows += _timed(local, framework, name, return_lse, repeats, must=named is not None)
+    if not rows:
+        raise MLAUnsupportedError("no backend can serve this here; mla_interop.explain says why.")
+    first = "" if lengths is None else "the first rows, as one sequence, of "
+    return Timing(f"{first}{whole.words}\n{machine_name(whole.device[0])}", rows)
+
+
+def load_results(path: str | Path) -> "Timing":
+    """The times in a result file of ``mla-interop bench`` or of the layer benchmark.
+
+    Raises:
+        MLAInputError: It is no such file.
+    """
+    path = Path(path)
+    try:
+        results = json.loads(path.read_text())
+        environment, rows = results["environment"], [row for row in results["rows"] if "us" in row]
+        title = f"{path.name}: {environment['machine']}, {environment['date']}"
+        return Timing(title, [{"problem": "layer", "kernel": row.get("backend", ""), **row} for row in rows])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise input_error("path", f"{path} ({type(error).__name__}: {error})", "a JSON file with environment and rows, as mla-interop bench writes") from error
+
+
+@dataclass(eq=False)
+class Timing(Explored):
+    """Times.
+
+    Attributes:
+        title: The machine, and the problem or the file.
+        rows: ``problem`` (heads x tokens x sequences), ``framework``, ``name``, ``kernel``, ``us`` (median microseconds a call), ``us_min``, ``us_max``,
+            ``tflops`` (achieved, 10^12 floating-point operations a second), and whatever a result file has beside them.
+    """
+
+    title: str
+    rows: list[Row]
+
+    def where(self, keep: Callable[[Row], bool] | None = None, **wanted: Any) -> "Timing":
+        """The rows whose columns have the wanted values (or one of them, if it is a list), and which ``keep`` keeps.
+
+        Raises:
+            MLAInputError: Nothing is left.
+        """
+        lists = {name: value if isinstance(value, list | tuple | set) else [value] for name, value in wanted.items()}
+        rows = [row for row in self.rows if all(row.get(name) in allowed for name, allowed in lists.items()) and (keep is None or keep(row))]
+        if not rows:
+            known = {name: sorted({str(row.get(name)) for row in self.rows}) for name in wanted}
+            raise input_error("where", ", ".join(f"{name}={value!r}" for name, value in wanted.items()), f"values that occur: {known}")
+        return replace(self, rows=rows)
+
+    def labelled(self) -> Iterator[tuple[str, Row]]:
+        """Each row with what tells it from others of its problem and framework."""
+        for row in self.rows:
+            name, kernel = row["name"], row.get("kernel", "")
+            ours = name.startswith("mla_interop")
+            text = f"{kernel}{name.removeprefix('mla_interop')}" if ours and kernel else f"{name}, {kernel}" if kernel else name
+            yield f"{text} ({row['framework']})", row
+
+    def best(self) -> list[Row]:
+        """The fastest row of each problem."""
+        problems = dict.fromkeys(row["problem"] for row in self.rows)
+        return [min((row for row in self.rows if row["problem"] == problem), key=lambda row: row["us"]) for problem in problems]
+
+    def plot(self, what: str = "us") -> Any:
+        """Lines over the lengths where those vary in one way only; else bars, a panel for each problem.
+
+        Args:
+            what: ``"us"`` (microseconds a call) or ``"tflops"`` (achieved).
+
+        Raises:
+            MLAInputError: Another name, or no row has it.
+            MLAUnavailableError: matplotlib is not installed.
+        """
+        if what not in ("us", "tflops") or not any(what in row for row in self.rows):
+            raise input_error("what", repr(what), " or ".join(repr(name) for name in ("us", "tflops") if any(name in row for row in self.rows)))
+        return needed("mla_interop.explore.pictures").times(self, what)
+
+
+def _timed(batch: Batch, framework: str, name: str, return_lse: bool, repeats: int, must: bool) -> list[Row]:
+    tokens, heads, _ = batch.q.shape
+    problem = f"{heads}x{tokens}x{len(batch.lengths.lengths_q)}"
+    try:
+        found = per_call(_runner(batch, framework, name, return_lse), repeats=repeats)
+    except MLAError:
+        if must:
+            raise
+        return []
+    head = {"problem": problem, "tokens": tokens, "framework": framework, "name": f"mla_interop{' + lse' if return_lse else ''}", "kernel": batch.kernel(name)}
+    tflops = batch.flops / found["us"] * 1e-6
+    return [{**head, **found, "tflops": tflops if math.isfinite(tflops) else None}]
+
+
+def _runner(batch: Batch, framework: str, name: str, return_lse: bool) -> Callable[[int], None]:
+    """``run(n)``: n calls, finished when it returns."""
+    options = {"scale": batch.scale, "is_causal": batch.is_causal, "return_lse": return_lse, "backend": name}
+    lengths = batch.lengths.cu_seqlens_q, batch.lengths.cu_seqlens_k
+    arrays = batch.q, batch.k, batch.v
+    if framework == "jax":
+        return _jax_runner(batch, options)
+    if framework == "numpy":
+        return _looped(lambda: mla_prefill(*arrays, **batch.options, return_lse=return_lse, backend=name), lambda: None)
+    torch, torch_side = importlib.import_module("torch"), importlib.import_module("torch_side")
+    metadata = torch_side.prepare_metadata(*lengths, device=batch.q.device)
+    wait = torch.cuda.synchronize if batch.q.is_cuda else lambda: None
+    return _looped(lambda: torch_side.mla_prefill(*arrays, metadata=metadata, **options), wait)
+
+
+def _looped(call: Callable[[], Any], wait: Callable[[], Any]) -> Callable[[int], None]:
+    def run(n: int) -> None:
+        for _ in range(n):
+            call()
+        wait()
+
+    return run
+
+
+def _jax_runner(batch: Batch, options: dict[str, Any]) -> Callable[[int], None]:
+    jax, jax_side = importlib.import_module("jax"), importlib.import_module("jax_side")
+    device = batch.q.devices().pop()
+    config = replace(batch.config, needs_lse=options["return_lse"])
+    lengths = batch.lengths.cu_seqlens_q, batch.lengths.cu_seqlens_k
+    metadata = jax_side.prepare_metadata(*lengths, device=device, is_causal=batch.is_causal, config=config, backend=options["backend"])
+    call = jax.jit(lambda q, k, v, metadata: jax_side.mla_prefill(q, k, v, metadata=metadata, **options))
+    in_order = device.platform == "gpu"  # on the CPU calls may run side by side
+
+    def run(n: int) -> None:
+        made = None
+        for _ in range(n):
+            made = call(batch.q, batch.k, batch.v, metadata)
+            if not in_order:
+                jax.block_until_ready(made)
+        jax.block_until_ready(made)
+
+    return run
