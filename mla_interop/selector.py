@@ -6,6 +6,7 @@ with what was found and what is allowed. A choice is cached under everything it 
 
 import functools
 import math
+import numbers
 import re
 import warnings
 from dataclasses import dataclass, replace
@@ -70,6 +71,7 @@ class MLAPrefillSelectorConfig:
             raise input_error("flash_attn_version", repr(self.flash_attn_version), "2, 3, 4 or None")
         if self.device_type not in ("cpu", "cuda"):
             raise input_error("device_type", repr(self.device_type), "'cpu' or 'cuda'")
+        self._check_values()
         for name in ("num_tokens", "num_seqs"):
             size = getattr(self, name)
             object.__setattr__(self, name, nearest_power_of_two(size) if size else None)
@@ -78,6 +80,23 @@ class MLAPrefillSelectorConfig:
             object.__setattr__(self, "capability", DeviceCapability.parse(capability))
         elif self.device_type == "cuda":
             object.__setattr__(self, "capability", device_capability("cuda"))
+
+    def _check_values(self) -> None:
+        d = self.dimensions
+        if not isinstance(d, MLADimensions):
+            raise input_error("dimensions", repr(d), "MLADimensions")
+        sizes = (d.qk_nope_head_dim, 1), (d.qk_rope_head_dim, 0), (d.v_head_dim, 1)
+        if not all(_is_integer(size) and size >= least for size, least in sizes):
+            raise input_error("dimensions", str(d), "positive integers; the rotary part may be 0")
+        for name, least in (("num_heads", 0), ("num_sms", 1), ("num_tokens", 0), ("num_seqs", 0)):
+            size = getattr(self, name)
+            if not (size is None and name != "num_heads" or _is_integer(size) and size >= least):
+                raise input_error(name, repr(size), f"an integer of at least {least}" + (", or None" if name != "num_heads" else ""))
+        for name in ("is_causal", "needs_lse", "traced"):
+            if not isinstance(getattr(self, name), bool):
+                raise input_error(name, repr(getattr(self, name)), "True or False")
+        if self.scale is not None and (not isinstance(self.scale, numbers.Real) or isinstance(self.scale, bool)):
+            raise input_error("scale", repr(self.scale), "a number, or None where it is not known")
 
     @classmethod
     def of_kernel_name(cls, name: str) -> "MLAPrefillSelectorConfig":
@@ -122,6 +141,9 @@ def select(config: MLAPrefillSelectorConfig, backend: Any = None, fallback: bool
         MLAInputError: An unknown name.
         MLAUnsupportedError: The explicit choice is not valid, or nothing is; with every reason.
     """
+    _check_config(config)
+    if fallback is not True and fallback is not False:
+        raise input_error("fallback", repr(fallback), "True or False")
     return _select(config, _hashable(backend), fallback, environment_key())
 
 
@@ -147,6 +169,7 @@ def explain(config: MLAPrefillSelectorConfig, backend: Any = None, fallback: boo
 
     The result prints as a table, shows as one in a notebook, and has ``to_dict``.
     """
+    _check_config(config)
     settings = MLAPrefillConfig(backend=_hashable(backend), flash_attn_version=config.flash_attn_version).over(current_config())
     config = replace(config, flash_attn_version=settings.flash_attn_version)
     explicit = parse_names("backend", settings.backend) if settings.backend is not None else ()
@@ -250,5 +273,15 @@ def kernel_named(name: str) -> Kernel:
     return kernel
 
 
+def _check_config(config: object) -> None:
+    if not isinstance(config, MLAPrefillSelectorConfig):
+        raise input_error("config", repr(config), "an MLAPrefillSelectorConfig")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def _hashable(backend: Any) -> Any:
-    return tuple(backend) if isinstance(backend, (list, tuple)) else backend
+    """A choice as a cache's key; what is neither a name nor None is read at once, since it may be a list or a set."""
+    return backend if backend is None or isinstance(backend, str) else parse_names("backend", backend)

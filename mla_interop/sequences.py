@@ -126,6 +126,10 @@ class PrefillMetadata:
         """Whether a kernel with a work list can be served: the host knows the lengths, or the list is there."""
         return self.host is not None or self.plan is not None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles hold the lengths; kernels and device copies are made anew where they arrive."""
+        return PrefillMetadata, (self.cu_seqlens_q, self.cu_seqlens_k, self.plan, self.bounds, self.host)
+
     def with_arrays(self, cu_seqlens_q: Any, cu_seqlens_k: Any, plan: Any, bounds: Bounds | None = None) -> "PrefillMetadata":
         """The same lengths in other arrays (moved to a device, or with a work list)."""
         return PrefillMetadata(cu_seqlens_q, cu_seqlens_k, plan, bounds or self.bounds, self.host)
@@ -184,8 +188,10 @@ def prepare_metadata(
     metadata = PrefillMetadata(array_q, array_k, None, bounds, host)
     if config is None:
         return metadata
-    from mla_interop.selector import select  # the selector's configuration is itself made of this module's bounds
+    from mla_interop.selector import MLAPrefillSelectorConfig, select  # the selector's configuration is itself made of this module's bounds
 
+    if not isinstance(config, MLAPrefillSelectorConfig):
+        raise input_error("config", repr(config), "an MLAPrefillSelectorConfig, or None")
     if config.num_tokens is None and config.num_seqs is None:
         config = replace(config, num_tokens=bounds.num_tokens_q, num_seqs=bounds.num_seqs)
     return select(config, backend).prepare_metadata(metadata, is_causal=is_causal)

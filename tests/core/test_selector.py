@@ -18,6 +18,7 @@ from mla_interop import (
     MLAInputError,
     MLAPrefillSelectorConfig,
     MLAUnsupportedError,
+    prepare_metadata,
     register_mla_prefill_backend,
 )
 from mla_interop.backends import registry
@@ -214,6 +215,47 @@ def test_a_configuration_refuses_what_it_does_not_know(changed: dict[str, Any], 
     with pytest.raises(MLAInputError) as refusal:
         problem(**changed)
     assert str(refusal.value).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"dimensions": (128, 64, 128)}, "dimensions: got (128, 64, 128); allowed: MLADimensions."),
+        ({"dimensions": MLADimensions(qk_nope_head_dim=0, qk_rope_head_dim=64, v_head_dim=128)}, "dimensions: got (nope 0, rope 64, v 128)"),
+        ({"dimensions": MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=-1, v_head_dim=128)}, "dimensions: got (nope 128, rope -1, v 128)"),
+        ({"dimensions": MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim="128")}, "dimensions: got"),  # pyright: ignore[reportArgumentType]
+        ({"num_heads": -1}, "num_heads: got -1; allowed: an integer of at least 0."),
+        ({"num_heads": None}, "num_heads: got None; allowed: an integer of at least 0."),
+        ({"num_heads": "16"}, "num_heads: got '16'"),
+        ({"num_sms": 0}, "num_sms: got 0; allowed: an integer of at least 1, or None."),
+        ({"num_tokens": -5}, "num_tokens: got -5; allowed: an integer of at least 0, or None."),
+        ({"num_tokens": True}, "num_tokens: got True"),
+        ({"num_seqs": 1.5}, "num_seqs: got 1.5"),
+        ({"is_causal": None}, "is_causal: got None; allowed: True or False."),
+        ({"needs_lse": "no"}, "needs_lse: got 'no'; allowed: True or False."),
+        ({"traced": 2}, "traced: got 2; allowed: True or False."),
+        ({"scale": [0.1]}, "scale: got [0.1]; allowed: a number"),
+    ],
+)
+def test_a_configuration_refuses_values_of_another_kind(changed: dict[str, Any], text: str) -> None:
+    with pytest.raises(MLAInputError) as refusal:
+        problem(**changed)
+    assert str(refusal.value).startswith(text)
+
+
+def test_what_select_and_explain_are_given_is_checked() -> None:
+    for wrong in (None, "deepseek-v3", R1):
+        for ask in (select, explain, get_mla_prefill_backend):
+            with pytest.raises(MLAInputError, match="config: got .*; allowed: an MLAPrefillSelectorConfig"):
+                ask(wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(MLAInputError, match="config: got .*; allowed: an MLAPrefillSelectorConfig, or None"):
+        prepare_metadata([0, 3], config=R1)  # pyright: ignore[reportArgumentType]
+    for backend in ({"REFERENCE"}, [[]], ["REFERENCE", ["x"]]):
+        for ask in (select, explain, get_mla_prefill_backend):
+            with pytest.raises(MLAInputError, match="backend: got .*; allowed: FLASH_ATTN"):
+                ask(problem(None), backend)
+    with pytest.raises(MLAInputError, match=r"fallback: got \[\]; allowed: True or False"):
+        select(problem(None), "REFERENCE", [])  # pyright: ignore[reportArgumentType]
 
 
 def test_configurations_are_hashable_and_equal_by_value() -> None:

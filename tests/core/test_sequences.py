@@ -1,6 +1,8 @@
 """The one metadata path: what it refuses and in which words, what it converts, and what it promises not to change or read."""
 
+import copy
 import dataclasses
+import pickle
 from typing import Any
 
 import numpy as np
@@ -237,3 +239,18 @@ def test_arrays_whose_values_cannot_be_had() -> None:
     for array in (lengths.to_sparse(), lengths.to("meta"), deleted):
         with pytest.raises(MLAInputError, match=r"cu_seqlens_k: got a \w+ that cannot be read \(.*\); allowed: a list of integers"):
             prepare_metadata([0, 1, 2], array)
+
+
+def test_metadata_that_was_used_can_be_copied_and_sent() -> None:
+    """Calls keep kernels and device copies with it, which no pickle holds."""
+    random = np.random.default_rng(5)
+    q, k, v = (random.standard_normal((rows, 3, dim)).astype(np.float32) for rows, dim in ((7, 24), (9, 24), (9, 16)))
+    torch_side = pytest.importorskip("torch_side")
+    import torch
+
+    metadata = prepare_metadata([0, 5, 7], [0, 3, 9])
+    tensors = [torch.from_numpy(x) for x in (q, k, v)]
+    expected = torch_side.mla_prefill(*tensors, metadata=metadata)
+    for again in (copy.deepcopy(metadata), copy.copy(metadata), pickle.loads(pickle.dumps(metadata))):
+        assert again.bounds == metadata.bounds and again.host is not None
+        assert torch.equal(torch_side.mla_prefill(*tensors, metadata=again), expected)
