@@ -67,13 +67,23 @@ def times_for(config: "MLAPrefillSelectorConfig") -> Times | None:
     """The times for a problem: from this machine's own table if it covers the problem, else from what ships; None if neither does."""
     if config.num_tokens is None or config.num_seqs is None:
         return None
-    key = (device_key(config.device_type, config.capability), config.dtype, config.dimensions.qk_head_dim, config.dimensions.v_head_dim)
+    key = _key(config)
     wanted = Shape(config.num_heads, config.num_tokens, config.num_seqs)
     for table in tables(str(cache_dir()), machine_name(config.device_type)):
         if key in table.times:
             nearest = min(table.times[key], key=lambda shape: (shape.distance(wanted), shape))
             return Times(table.source, nearest, table.times[key][nearest])
     return None
+
+
+def shapes_for(config: "MLAPrefillSelectorConfig") -> list[Shape]:
+    """The shapes at which the table that would decide for a problem has times, whatever T and B; [] where none covers it."""
+    key = _key(config)
+    return next((sorted(table.times[key]) for table in tables(str(cache_dir()), machine_name(config.device_type)) if key in table.times), [])
+
+
+def _key(config: "MLAPrefillSelectorConfig") -> tuple[str, str, int, int]:
+    return device_key(config.device_type, config.capability), config.dtype, config.dimensions.qk_head_dim, config.dimensions.v_head_dim
 
 
 def device_key(device_type: str, capability: object) -> str:

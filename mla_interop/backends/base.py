@@ -4,6 +4,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -64,6 +65,8 @@ class Kernel:
         out_dtype: Dtype of out, where it is not that of q: kernels for 8-bit inputs write 16 bits.
         copies: What the kernel copies or pads by itself in a call, in words.
         versions: What it was built from, for ``explain``.
+        parts: Each builds a file that the launch function is loaded from, if the cache does not hold it, and returns its path. They load nothing and
+            need no GPU: ``mla-interop warmup`` calls them. Empty where nothing can be built ahead of the first call.
     """
 
     name: str
@@ -78,6 +81,7 @@ class Kernel:
     out_dtype: str | None = None
     copies: tuple[str, ...] = ()
     versions: tuple[str, ...] = ()
+    parts: tuple[Callable[[], Path], ...] = ()
 
     @functools.cached_property
     def launch(self) -> Callable[..., Any]:

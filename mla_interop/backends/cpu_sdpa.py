@@ -34,6 +34,7 @@ class CPUSDPABackend(MLAPrefillBackend):
             name=config.kernel_name("CPU_SDPA", "torch"),
             kind="compiled",
             make=lambda: cpu_sdpa.load(config.is_causal),
+            parts=(cpu_sdpa.library,),
             strided=frozenset("qkv"),
             copies=(f"v padded from {head_dims[1]} to {head_dims[0]}",) if head_dims[0] != head_dims[1] else (),
             versions=(f"torch {package_version('torch')}",),

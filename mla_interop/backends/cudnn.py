@@ -40,6 +40,7 @@ class CudnnBackend(MLAPrefillBackend):
             name=config.kernel_name("CUDNN", "graph"),
             kind="compiled",
             make=lambda: cudnn_graph.load(config.is_causal, capability),
+            parts=cudnn_graph.parts(capability),
             strided=frozenset("qkv"),
             native_empty_rows=False,  # NaN before cuDNN 9.25 (cudnn-frontend#943); here such rows are kept from it
             prepare=lambda shape: cudnn_graph.prepare(shape, config.dtype, config.num_heads, head_dims, config.is_causal, capability),

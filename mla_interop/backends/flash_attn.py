@@ -54,10 +54,12 @@ def _ahead_of_time(config: "MLAPrefillSelectorConfig") -> Kernel | list[str]:
     arch = fa4.arch_for(capability)
     if reasons or arch is None:
         return reasons
+    variant = arch, config.dtype, dimensions.qk_head_dim, dimensions.v_head_dim, config.is_causal, config.needs_lse
     return Kernel(
         name=config.kernel_name("FLASH_ATTN", "fa4"),
         kind="compiled",
-        make=lambda: fa4.load(arch, config.dtype, dimensions.qk_head_dim, dimensions.v_head_dim, config.is_causal, config.needs_lse),
+        make=lambda: fa4.load(*variant),
+        parts=(lambda: fa4.build(*variant),),
         strided=frozenset("qkv"),
         native_empty_rows=False,  # right only while the values of the next sequence are finite
         cuda_graph=True,

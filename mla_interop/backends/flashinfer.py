@@ -69,10 +69,12 @@ def _kernel(config: "MLAPrefillSelectorConfig", generation: int) -> Kernel:
         num_sms = config.num_sms or device_properties(0).num_sms
         return flashinfer_module.plan(generation, host.cu_seqlens_q, host.cu_seqlens_k, rows, heads, config.is_causal, num_sms)
 
+    problem = generation, config.dtype, dimensions.qk_head_dim, dimensions.v_head_dim
     return Kernel(
         name=config.kernel_name("FLASHINFER", f"fa{generation}"),
         kind="compiled",
-        make=lambda: flashinfer_module.load(generation, config.dtype, dimensions.qk_head_dim, dimensions.v_head_dim, config.is_causal, capability),
+        make=lambda: flashinfer_module.load(*problem, config.is_causal, capability),
+        parts=flashinfer_module.parts(*problem, capability),
         strided=frozenset("qkv"),
         native_empty_rows=False,  # flashinfer#4452: a finite LSE
         scratch_floats=flashinfer_module.scratch_floats,

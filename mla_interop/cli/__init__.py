@@ -20,12 +20,14 @@ from mla_interop.cli.doctor import doctor
 from mla_interop.cli.explain import explain
 from mla_interop.cli.output import BAD_USE, NO
 from mla_interop.cli.tune import tune
+from mla_interop.cli.warmup import warmup
 
 app = typer.Typer(help="MLA prefill attention from PyTorch and from JAX, through one core.", no_args_is_help=True, add_completion=False)
 for command, example in (
     (demo, "mla-interop demo --model deepseek-v2-lite README.md"),
     (backends, "mla-interop backends --json"),
     (explain, "mla-interop explain --model deepseek-v3 --gpu h200 --tokens 8192 --sequences 8"),
+    (warmup, "mla-interop warmup --model deepseek-v3 --gpu h200"),
     (tune, "mla-interop tune --model deepseek-v3 --heads 16,128"),
     (bench, "mla-interop bench --problems 128x4096x1 --output results.json"),
     (doctor, "mla-interop doctor --self-check"),

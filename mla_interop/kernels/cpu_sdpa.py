@@ -69,13 +69,19 @@ def _compiler_reasons() -> list[str]:
     if shutil.which(compiler) is not None:
         return []
     try:
-        _library()  # without a compiler this finds the library in the cache or fails, and builds nothing
+        library()  # without a compiler this finds the library in the cache or fails, and builds nothing
     except Exception:
         return [f"C++ compiler: got {compiler!r}, not on PATH, and nothing in the cache; allowed: g++, or what CXX names"]
     return []
 
 
-def _library() -> Path:
+def library() -> Path:
+    """The path of the kernel's library, compiled if the cache does not hold it.
+
+    Raises:
+        MLAUnavailableError: There is no torch.
+        MLABuildError: It cannot be compiled.
+    """
     root = _torch_root()
     if root is None:
         raise MLAUnavailableError("python package torch: got none; allowed: a torch with CPU kernels. Install mla-interop[torch].")
@@ -93,7 +99,7 @@ def _library() -> Path:
 def _module() -> Any:
     import tvm_ffi
 
-    path = _library()
+    path = library()
     try:
         return tvm_ffi.load_module(str(path))
     except Exception as error:

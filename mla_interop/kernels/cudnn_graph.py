@@ -9,6 +9,7 @@ import ctypes
 import importlib.util
 import os
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -141,14 +142,31 @@ def load(is_causal: bool, capability: tuple[int, int]) -> Any:
         MLAUnavailableError: The libcudnn of this process is one that is refused.
     """
     graph = _graph(capability)
-    finish = open_library(compile_cuda("mla_finish", ["finish.cu"], _arch(capability)))
+    finish = open_library(_finish_library(capability))
     return closure().make(graph.run, finish.finish_natural, is_causal)
 
 
 @cache
 def closure() -> Any:
     """The native part that needs no GPU: ``make``, ``scratch_bytes``, ``round_length``, ``round_sequences``, ``visible_rows``."""
-    return open_library(compile_cpp("cudnn_closure", ["cudnn_closure.cc"]))
+    return open_library(_closure_library())
+
+
+def parts(capability: tuple[int, int]) -> tuple[Callable[[], Path], ...]:
+    """What builds, or finds in the cache, all that a kernel is made of; its plans are made on the device, in each process."""
+    return lambda: _graph_library(capability), lambda: _finish_library(capability), _closure_library
+
+
+def _graph_library(capability: tuple[int, int]) -> Path:
+    return compile_cuda("mla_cudnn", _SOURCES, _arch(capability), flags=_FLAGS, include=_include_folders(), depends=_depends())
+
+
+def _finish_library(capability: tuple[int, int]) -> Path:
+    return compile_cuda("mla_finish", ["finish.cu"], _arch(capability))
+
+
+def _closure_library() -> Path:
+    return compile_cpp("cudnn_closure", ["cudnn_closure.cc"])
 
 
 def prepare(shape: CallShape, dtype: str, heads: int, head_dims: tuple[int, int], is_causal: bool, capability: tuple[int, int]) -> int:
@@ -181,8 +199,7 @@ def key(shape: CallShape, dtype: str, heads: int, head_dims: tuple[int, int], is
 
 @cache
 def _graph(capability: tuple[int, int]) -> Any:
-    built = compile_cuda("mla_cudnn", _SOURCES, _arch(capability), flags=_FLAGS, include=_include_folders(), depends=_depends())
-    graph = open_library(built)
+    graph = open_library(_graph_library(capability))
     _load_cuda_runtime()
     version = graph.open(_library())
     loaded = (version // 10000, version // 100 % 100, version % 100)

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -106,11 +107,19 @@ def load(generation: int, dtype: str, head_dim_qk: int, head_dim_v: int, is_caus
     Raises:
         MLABuildError: A part could not be built or loaded.
     """
-    arch = f"{capability[0]}{capability[1]}"
-    finish = _open(compile_cuda("mla_finish", ["finish.cu"], arch))
-    upstream = _open(upstream_module(generation, dtype, head_dim_qk, head_dim_v, capability))
-    closure = _open(compile_cpp("flashinfer_closure", ["flashinfer_closure.cc"]))
+    built = [build() for build in parts(generation, dtype, head_dim_qk, head_dim_v, capability)]
+    finish, upstream, closure = map(_open, built[:3])  # the planner opens its own
     return closure.make(upstream.ragged_run, finish.finish, finish.num_sms, generation, is_causal, MIN_SCALE)
+
+
+def parts(generation: int, dtype: str, head_dim_qk: int, head_dim_v: int, capability: tuple[int, int]) -> tuple[Callable[[], Path], ...]:
+    """What builds, or finds in the cache, all that a kernel is made of: the finish, FlashInfer's module, the closure, the planner."""
+    return (
+        lambda: compile_cuda("mla_finish", ["finish.cu"], f"{capability[0]}{capability[1]}"),
+        lambda: upstream_module(generation, dtype, head_dim_qk, head_dim_v, capability),
+        lambda: compile_cpp("flashinfer_closure", ["flashinfer_closure.cc"]),
+        _planner_library,
+    )
 
 
 def upstream_module(generation: int, dtype: str, head_dim_qk: int, head_dim_v: int, capability: tuple[int, int] = (9, 0)) -> Path:
@@ -168,9 +177,13 @@ def _load_cuda_runtime(name: str) -> bool:
     return False
 
 
+def _planner_library() -> Path:
+    return compile_cpp("flashinfer_plan", ["flashinfer_plan.cc"])
+
+
 @cache
 def _planner() -> Any:
-    return _open(compile_cpp("flashinfer_plan", ["flashinfer_plan.cc"]))
+    return _open(_planner_library())
 
 
 def plan_bytes(generation: int, padded_rows: int, batch: int, num_heads: int, num_sms: int) -> int:

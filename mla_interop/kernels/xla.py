@@ -7,6 +7,7 @@ name, the first time a process runs it, and what it answers is kept: a name stan
 import ctypes
 import functools
 import gc
+from pathlib import Path
 
 from mla_interop.errors import MLABuildError
 from mla_interop.kernels.build import compile_cpp, package_version
@@ -54,17 +55,27 @@ def _collect_garbage() -> None:
     gc.collect()
 
 
+def build() -> Path:
+    """The path of the handler library, compiled if the cache does not hold it (some seconds, once per jaxlib and TVM FFI version).
+
+    Raises:
+        MLABuildError: There is no compiler, or the build failed.
+    """
+    import jax
+
+    return compile_cpp("xla_call", ["xla_call.cc"], flags=["-isystem", jax.ffi.include_dir()], depends={"jaxlib": package_version("jaxlib")})
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The loaded handler library; built on first use (some seconds, once per jaxlib and TVM FFI version).
+    """The loaded handler library; built on first use.
 
     Raises:
         MLABuildError: There is no compiler, the build failed, or the library does not load.
     """
-    import jax
     import tvm_ffi
 
-    path = compile_cpp("xla_call", ["xla_call.cc"], flags=["-isystem", jax.ffi.include_dir()], depends={"jaxlib": package_version("jaxlib")})
+    path = build()
     try:
         tvm_ffi.load_module(str(path)).set_python(_resolve, _collect_garbage)
         tvm_ffi.register_global_func(LOAD_KERNEL, _load_kernel, override=True)

@@ -1,0 +1,159 @@
+"""Builds what a deployment will need before its first request: on its machine, or on one without its GPU whose cache is copied.
+
+For both masks, with and without LSE: the libraries of every kernel that may be chosen, and XLA's handler. Nothing is loaded or launched.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mla_interop import installed, measured
+from mla_interop.backends.base import Kernel
+from mla_interop.errors import MLAError
+from mla_interop.kernels.build import cache_dir
+from mla_interop.selector import MLAPrefillSelectorConfig, explain, kernels_of
+
+State = Literal["built", "was there", "nothing to build", "left out", "failed"]
+XLA_HANDLER = "XLA handler"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One library, or one thing that could not be had.
+
+    Attributes:
+        what: The kernel it is for, in the form ``BACKEND.variant``, or ``XLA handler``.
+        state: ``left out`` is no failure: it is not installed here, or nobody named it.
+        file: Path of the library; "" where there is none.
+        bytes: Its size.
+        seconds: How long it took.
+        why: The reason, where nothing was built.
+    """
+
+    what: str
+    state: State
+    file: str = ""
+    bytes: int = 0
+    seconds: float = 0.0
+    why: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name of the library without its digest."""
+        return Path(self.file).stem.rpartition("-")[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return dataclasses.asdict(self)
+
+
+def warm_up(
+    config: MLAPrefillSelectorConfig, backends: Sequence[str] = (), *, jax: bool = True, starting: Callable[[str], None] = lambda what: None
+) -> Iterator[Step]:
+    """Build, and say what was done, step by step. What fails is a step too, and stops no other.
+
+    Args:
+        config: The problem; its mask and ``needs_lse`` do not matter: all four combinations are built.
+        backends: Names as in ``select``, all of which are built. None named: the one that is chosen, and those that are the fastest at any shape for
+            which times were measured on such a device.
+        jax: Whether to build XLA's handler too.
+        starting: Called with what is about to be built.
+    """
+    combinations = [dataclasses.replace(config, is_causal=causal, needs_lse=lse) for causal in (True, False) for lse in (True, False)]
+    wanted = list(backends) or _choices(config)
+    seen: set[Path] = set()
+    for name in wanted:
+        for each in combinations:
+            yield from _kernel(name, each, seen, starting)
+    if jax:
+        yield _handler(starting)
+    if not backends:
+        yield from _left_out(config, {name.partition(".")[0] for name in wanted})
+
+
+def _choices(config: MLAPrefillSelectorConfig) -> list[str]:
+    """What may be chosen, as ``BACKEND.variant``: without knowing the batch, and at every shape that was measured."""
+    sizes = [(config.num_tokens, config.num_seqs)]
+    if config.num_tokens is None:
+        sizes += sorted({(shape.tokens, shape.seqs) for shape in measured.shapes_for(config)})
+    found: dict[str, None] = {}
+    for tokens, seqs in sizes:
+        table = explain(dataclasses.replace(config, num_tokens=tokens, num_seqs=seqs))
+        row = next((row for row in table.rows if row.backend == table.chosen), None)
+        if row is not None:
+            found[f"{row.backend}.{row.variant}"] = None
+    return list(found)
+
+
+def _kernel(name: str, config: MLAPrefillSelectorConfig, seen: set[Path], starting: Callable[[str], None]) -> Iterator[Step]:
+    try:
+        table = explain(config, name)
+        row = next(row for row in table.rows if row.backend.partition(".")[0] == table.explicit[0].partition(".")[0])
+        kernel = kernels_of(table.explicit[0], table.config)[0] if row.valid else None
+    except Exception as error:  # a probe may raise anything; here it is an answer
+        yield Step(name, "failed", why=_words(error))
+        return
+    if kernel is None:
+        if config.is_causal and config.needs_lse:  # once
+            yield Step(name, "failed", why="; ".join(row.reasons))
+        return
+    what = f"{row.backend.partition('.')[0]}.{kernel.variant}"
+    if not kernel.parts:
+        if config.is_causal and config.needs_lse:
+            yield Step(what, "nothing to build", why=_without_parts(kernel))
+        return
+    for part in kernel.parts:
+        step = _build(what, part, starting, kernel.name)
+        if step.state == "failed" or Path(step.file) not in seen:
+            seen.add(Path(step.file))
+            yield step
+
+
+def _without_parts(kernel: Kernel) -> str:
+    return "plain array code" if kernel.kind == "array" else f"its package compiles what it needs by itself ({', '.join(kernel.versions)})"
+
+
+def _build(what: str, build: Callable[[], Path], starting: Callable[[str], None], detail: str) -> Step:
+    starting(detail)
+    there = set(cache_dir().glob("*.so"))
+    start = time.perf_counter()
+    try:
+        path = build()
+        return Step(what, "was there" if path in there else "built", str(path), path.stat().st_size, round(time.perf_counter() - start, 3))
+    except (MLAError, OSError, ImportError) as error:
+        return Step(what, "failed", seconds=round(time.perf_counter() - start, 3), why=_words(error))
+
+
+def _handler(starting: Callable[[str], None]) -> Step:
+    try:
+        found = importlib.util.find_spec("jax") is not None
+    except (ImportError, ValueError):  # blocked
+        found = False
+    if not found:
+        return Step(XLA_HANDLER, "left out", why="JAX is not installed")
+    from mla_interop.kernels import xla
+
+    starting(XLA_HANDLER)
+    try:
+        importlib.import_module("jax")
+    except (Exception, SystemExit) as error:  # packages raise whatever they like (oumi#2586)
+        return Step(XLA_HANDLER, "failed", why=f"JAX cannot be imported: {_words(error)}")
+    return _build(XLA_HANDLER, xla.build, starting, XLA_HANDLER)
+
+
+def _left_out(config: MLAPrefillSelectorConfig, wanted: set[str]) -> Iterator[Step]:
+    """Backends that could serve the problem on a machine that has everything, and cannot here."""
+    with installed.assume_installed():
+        able = {row.backend for row in explain(config).rows if row.valid}
+    for row in explain(config).rows:
+        if row.backend in able - wanted and not row.valid:
+            yield Step(row.backend, "left out", why="; ".join(row.reasons))
+
+
+def _words(error: BaseException) -> str:
+    return str(error) if isinstance(error, MLAError) else f"{type(error).__name__}: {error}"
