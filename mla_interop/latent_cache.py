@@ -48,6 +48,10 @@ def rows_to_store(cache: Any, kv_c: Any, k_pe: Any, slot_mapping: Any, scale: An
         raise input_error("k_pe", f"{k_pe.shape[0]} rows", f"kv_c's, {rows}")
     if tuple(slot_mapping.shape) != (rows,):
         raise input_error("slot_mapping", f"shape {tuple(slot_mapping.shape)}", f"one slot a token, [{rows}]")
+    if "int" not in str(slot_mapping.dtype):
+        raise input_error("slot_mapping", f"dtype {slot_mapping.dtype}", "integers", "A negative one writes nothing.")
+    if rows and not cache.shape[0] * cache.shape[1]:
+        raise input_error("cache", f"shape {tuple(cache.shape)}", f"a cache with places for the {rows} tokens")
     check_scale("scale", scale, cache.dtype)
     xp = array_api_compat.array_namespace(kv_c)
     values = kv_c if k_pe is None or not pe else xp.concat([kv_c, k_pe], axis=1)

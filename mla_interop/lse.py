@@ -88,6 +88,9 @@ def check_target(name: str, target: Any, shape: tuple[int, ...]) -> None:
 
 
 def _check(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out: Any, lse: Any) -> None:
+    for name, value in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+        if not hasattr(value, "shape"):
+            raise input_error(name, type(value).__name__, "an array")
     shape = tuple(out_a.shape)
     if len(shape) != 3:
         raise input_error("out_a", f"shape {shape}", "[T, N, V]")
@@ -102,7 +105,11 @@ def _check(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out: Any, lse: Any) -
 
 
 def _merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, dtype: Any) -> tuple[Any, Any]:
-    xp = array_api_compat.array_namespace(out_a, lse_a, out_b, lse_b)
+    try:
+        xp = array_api_compat.array_namespace(out_a, lse_a, out_b, lse_b)
+    except TypeError as error:
+        kinds = ", ".join(type(x).__name__ for x in (out_a, lse_a, out_b, lse_b))
+        raise input_error("out_a, lse_a, out_b, lse_b", kinds, "arrays of one framework") from error
     lse_a, lse_b = normalize(lse_a), normalize(lse_b)
     empty_a, empty_b = lse_a == -math.inf, lse_b == -math.inf
     top = xp.maximum(lse_a, lse_b)

@@ -190,6 +190,8 @@ def check(
     if has_context and (cache is None or len(cache.shape) != 3 or cache.shape[1] != metadata.bounds.block_size):
         got = "None" if cache is None else f"shape {tuple(cache.shape)}"
         raise input_error("cache", got, f"[blocks, {metadata.bounds.block_size}, L + R], since the metadata has a context in such blocks")
+    if kv_c is None and k_pe is not None:
+        raise input_error("k_pe", f"shape {tuple(k_pe.shape)} without kv_c", "None for the context alone, or both")
     if kv_c is not None:
         _check_latents(q, kv_c, k_pe)
     found, rank = _dimensions(q, kv_c, k_pe, weight, cache, dimensions)

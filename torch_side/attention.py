@@ -72,6 +72,9 @@ def mla_attention(
     dimensions, rank = check(q, kv_c, k_pe, shape, cache, cache_scale, metadata, dimensions)
     if weight is not None and weight.dtype != q.dtype:
         raise input_error("kv_b", f"a weight of {weight.dtype}", f"q's dtype, {q.dtype}")
+    for name, x in (("kv_c", kv_c), ("k_pe", k_pe), ("cache", cache), ("kv_b", weight)):
+        if x is not None and x.device != q.device:
+            raise input_error(name, f"device {x.device}", f"q's device, {q.device}")
     metadata = _with_rows_on(metadata, q.device)
     with_lse = return_lse or metadata.bounds.num_chunks > 0
     options = {"scale": scale, "backend": backend, "fallback": fallback}
@@ -132,6 +135,11 @@ def write_latent_cache(cache: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tens
     Raises:
         MLAInputError: The arguments do not fit each other.
     """
+    for name, x in (("cache", cache), ("kv_c", kv_c), ("k_pe", k_pe), ("slot_mapping", slot_mapping)):
+        if not isinstance(x, torch.Tensor) and not (name == "k_pe" and x is None):
+            raise input_error(name, type(x).__name__, "a torch.Tensor")
+        if x is not None and x.device != cache.device:
+            raise input_error(name, f"device {x.device}", f"the cache's device, {cache.device}")
     rows = rows_to_store(cache, kv_c, k_pe, slot_mapping, scale)
     if not rows.shape[0]:
         return

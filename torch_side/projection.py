@@ -93,10 +93,14 @@ def project_function(function: Callable[[Any], Any], dimensions: MLADimensions, 
 
     def project(kv_c: torch.Tensor, k_pe: Any) -> tuple[Any, Any]:
         made = function(kv_c)
-        kv = (made[0] if isinstance(made, tuple) else made).detach()
+        kv = made[0] if isinstance(made, tuple) and made else made
+        if not isinstance(kv, torch.Tensor):
+            raise input_error("kv_b", f"a function that returns {type(kv).__name__}", "a torch.Tensor, [S, N * (P + V)]")
+        kv = kv.detach()
         expected = kv_c.shape[0], buffer.shape[1] * (nope + dimensions.v_head_dim)
-        if tuple(kv.shape) != expected or kv.dtype != buffer.dtype:
-            raise input_error("kv_b", f"a function that returns {tuple(kv.shape)}, {kv.dtype}", f"[S, N * (P + V)] = {expected}, {buffer.dtype}")
+        if tuple(kv.shape) != expected or kv.dtype != buffer.dtype or kv.device != buffer.device:
+            got = f"a function that returns {tuple(kv.shape)}, {kv.dtype}, {kv.device}"
+            raise input_error("kv_b", got, f"[S, N * (P + V)] = {expected}, {buffer.dtype}, {buffer.device}")
         kv = kv.view(kv_c.shape[0], buffer.shape[1], nope + dimensions.v_head_dim)
         k = latents.expand_k(kv, k_pe, nope, out=buffer[: kv.shape[0]]) if dimensions.qk_rope_head_dim else kv[..., :nope]
         return k, kv[..., nope:]

@@ -234,6 +234,44 @@ def test_a_function_of_the_wrong_width_is_refused() -> None:
         call(given, metadata, lambda x: x, dimensions=DIMS)
 
 
+def test_what_is_on_another_device_or_no_tensor_is_refused() -> None:
+    """An up-projection on another device gave a result of uninitialized memory where torch did not notice."""
+    case = LatentCase((4, 2), (20, 5))
+    a = {name: to_torch(x) for name, x in case.arrays.items() if name != "latents"}
+    metadata = torch_side.prepare_context_metadata(case.query_lens, case.context_lens, a["table"], block_size=case.block_size)
+
+    def run(**changed: Any) -> Any:
+        b = {**a, **changed}
+        return torch_side.mla_attention(b["q"], b["kv_c"], b["k_pe"], b["weight"], metadata=metadata, cache=b["cache"], dimensions=case.dims)
+
+    for name in ("kv_c", "k_pe", "cache", "weight"):
+        with pytest.raises(MLAInputError, match=f"{'kv_b' if name == 'weight' else name}: got device meta; allowed: q's device, cpu"):
+            run(**{name: a[name].to("meta")})
+    for function, got in ((lambda x: None, "NoneType"), (lambda x: (x @ a["weight"]).numpy(), "ndarray"), (lambda x: (), "tuple")):
+        with pytest.raises(MLAInputError, match=f"kv_b: got a function that returns {got}; allowed: a torch.Tensor"):
+            run(weight=function)
+    with pytest.raises(MLAInputError, match="k_pe: got shape .* without kv_c; allowed: None for the context alone, or both"):
+        run(kv_c=None)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"slot_mapping": torch.zeros(2)}, "slot_mapping: got dtype torch.float32; allowed: integers."),
+        ({"slot_mapping": torch.zeros(2, dtype=torch.bool)}, "slot_mapping: got dtype torch.bool; allowed: integers."),
+        ({"slot_mapping": [0, 1]}, "slot_mapping: got list; allowed: a torch.Tensor."),
+        ({"slot_mapping": torch.zeros(2, dtype=torch.int32, device="meta")}, "slot_mapping: got device meta; allowed: the cache's device, cpu."),
+        ({"cache": np.zeros((3, 4, 6), np.float32)}, "cache: got ndarray; allowed: a torch.Tensor."),
+        ({"cache": torch.zeros(0, 4, 6)}, "cache: got shape (0, 4, 6); allowed: a cache with places for the 2 tokens."),
+    ],
+)
+def test_writes_that_do_not_fit_are_refused(change: dict[str, Any], text: str) -> None:
+    good = {"cache": torch.zeros(3, 4, 6), "kv_c": torch.ones(2, 4), "k_pe": torch.ones(2, 2), "slot_mapping": torch.tensor([0, 5])}
+    with pytest.raises(MLAInputError) as refusal:
+        torch_side.write_latent_cache(**{**good, **change})
+    assert str(refusal.value).startswith(text)
+
+
 def test_one_chunk_pays_for_no_accumulator(monkeypatch: pytest.MonkeyPatch) -> None:
     given, metadata = arguments(LatentCase((5, 9), (70, 131)), workspace_rows=4096)
     shapes = mla_interop.workspace.workspace_shapes(metadata, 14, DIMS, 3, 40)

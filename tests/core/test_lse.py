@@ -273,3 +273,14 @@ def test_a_nan_of_lse_shows(give: Any, rng: np.random.Generator) -> None:
         operands[side][1, 2] = math.nan
         out, lse = map(np.asarray, merge(*map(give, operands)))
         assert np.isnan(lse[1, 2]) and np.isnan(out[2, 1]).all() and np.isnan(out).sum() == out.shape[2]
+
+
+def test_operands_that_are_no_arrays_or_of_two_frameworks(give: Any) -> None:
+    out, lse = (give(x) for x in state(np.random.default_rng(2)))
+    with pytest.raises(MLAInputError, match="out_b: got NoneType; allowed: an array"):
+        merge(out, lse, None, lse)
+    with pytest.raises(MLAInputError, match="lse_a: got list; allowed: an array"):
+        merge(out, [1.0], out, lse)
+    other = importlib.import_module("torch").zeros(out.shape) if give is np.asarray else np.zeros(out.shape, np.float32)
+    with pytest.raises(MLAInputError, match="out_a, lse_a, out_b, lse_b: got .*; allowed: arrays of one framework"):
+        merge(out, lse, other, lse)
