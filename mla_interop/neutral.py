@@ -97,6 +97,9 @@ def _numpy(
     options = make_options(scale, is_causal, return_lse, backend, fallback, padding)
     if out is not None:
         _check_out(out, (*q.shape[:-1], *v.shape[-1:]), q.dtype)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if np.may_share_memory(out, x):  # rows are written while others are still read
+                raise input_error("out", f"memory that {name} lies in too", "memory of its own", "Inputs are never written.")
     if q.ndim == 4:
         packed_out = None if out is None else out.reshape(out.shape[0] * out.shape[1], *out.shape[2:])  # -1 is no answer where there are no heads
         lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, metadata)

@@ -35,6 +35,7 @@ class Prepared(NamedTuple):
         scalars: The last arguments of the launch.
         adjust: What has to be done to q, k and v first, given cu_seqlens_k; None, as a rule, for nothing.
         no_capture: Why it cannot be part of a CUDA graph; "" if it can.
+        spans: Bytes from the first to the last element of q, k and v.
     """
 
     launch: Callable[..., Any]
@@ -47,6 +48,7 @@ class Prepared(NamedTuple):
     runs: Literal["kernel", "array code", "nothing"]
     is_causal: bool
     no_capture: str
+    spans: tuple[int, int, int]
 
 
 # Calls whose lengths only the device knows: what they share does not depend on the metadata object, and outlives it.
@@ -132,6 +134,7 @@ def _prepare(q: Any, k: Any, v: Any, options: Options, metadata: PrefillMetadata
         runs=runs,
         is_causal=options.is_causal,
         no_capture="" if found.kernel.cuda_graph or runs == "nothing" or q.device.type != "cuda" else found.kernel.name,
+        spans=(_span(q), _span(k), _span(v)),
     ), bound.metadata
 
 
@@ -167,6 +170,7 @@ def _launch(prepared: Prepared, arrays: Arrays, q: Any, k: Any, v: Any, out: Any
         out = q.new_empty(prepared.out_shape, dtype=prepared.out_dtype)
     else:
         check_out(out, prepared.out_shape, q, prepared.out_dtype)
+        _refuse_overlap(prepared.spans, q, k, v, out)
     lse = None if prepared.lse_shape is None else q.new_empty(prepared.lse_shape, dtype=torch.float32)
     if prepared.runs != "kernel":
         return _without_kernel(prepared, arrays, q, k, v, out, lse)
@@ -214,11 +218,19 @@ def _tensor(name: str, array: Any, device: torch.device, own: bool) -> Any:
     if array is None:
         return None
     if isinstance(array, torch.Tensor) or not hasattr(array, "__array_interface__"):
-        tensor = array if isinstance(array, torch.Tensor) else torch.from_dlpack(array)
+        tensor = array if isinstance(array, torch.Tensor) else _exchanged(name, array)
         if tensor.device != device:
             raise input_error(name, f"device {tensor.device}", f"q's device, {device}, or the host")
         return tensor.contiguous()  # kernels take raw pointers: a strided view gave wrong values (flashinfer#5260)
     return to_device(array, device) if own else torch.tensor(array, device=device)
+
+
+def _exchanged(name: str, array: Any) -> torch.Tensor:
+    try:
+        return torch.from_dlpack(array)
+    except Exception as error:  # a tracer that outlived its trace has no memory, a deleted array none any more
+        got = f"a {type(array).__name__} that cannot enter torch ({str(error).splitlines()[0]})"
+        raise input_error(name, got, "an array with memory of its own, on q's device or the host") from error
 
 
 def to_device(array: Any, device: torch.device) -> torch.Tensor:
@@ -252,6 +264,31 @@ def spec(x: torch.Tensor) -> TensorSpec:
 def check_out(out: Any, shape: tuple[int, ...], q: torch.Tensor, dtype: torch.dtype | None) -> None:
     """Refuse a buffer that the result does not fit; ``dtype`` is None where the kernel, which decides it, is not known yet."""
     good = isinstance(out, torch.Tensor) and tuple(out.shape) == shape and dtype in (None, out.dtype)
-    if not good or out.device != q.device or not out.is_contiguous():
-        got = f"{tuple(out.shape)}, {out.dtype}, {out.device}" if isinstance(out, torch.Tensor) else type(out).__name__
-        raise input_error("out", got, f"a contiguous tensor of shape {shape}, {dtype or q.dtype}, on {q.device}")
+    # A view with the negative bit holds its values with the other sign, which no kernel knows.
+    if not good or out.device != q.device or not out.is_contiguous() or out.is_neg():
+        raise input_error("out", _described(out), f"a contiguous tensor of shape {shape}, {dtype or q.dtype}, on {q.device}")
+    if out.requires_grad and torch.is_grad_enabled():
+        raise input_error("out", "a tensor that requires grad in grad mode", "one that does not", "Nothing here is differentiable.")
+
+
+def _refuse_overlap(spans: tuple[int, int, int], q: Any, k: Any, v: Any, out: torch.Tensor) -> None:
+    """Rows are written while others are still read: out in the memory of an input would be right or wrong by the kernel's schedule."""
+    start = out.data_ptr()
+    stop = start + out.numel() * out.element_size()
+    for name, x, span in (("q", q, spans[0]), ("k", k, spans[1]), ("v", v, spans[2])):
+        first = x.data_ptr()
+        if first < stop and start < first + span:
+            raise input_error("out", f"memory that {name} lies in too", "memory of its own", "Inputs are never written.")
+
+
+def _span(x: torch.Tensor) -> int:
+    if not x.numel():
+        return 0
+    return (sum((extent - 1) * stride for extent, stride in zip(x.shape, x.stride())) + 1) * x.element_size()
+
+
+def _described(out: Any) -> str:
+    if not isinstance(out, torch.Tensor):
+        return type(out).__name__
+    layout = f"strides {out.stride()}" if out.layout == torch.strided else str(out.layout)
+    return f"{tuple(out.shape)}, {out.dtype}, {out.device}, {layout}{', negative bit set' * out.is_neg()}"

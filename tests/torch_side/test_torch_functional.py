@@ -226,3 +226,42 @@ def test_the_essential_case_with_an_upper_bound_above_the_truth() -> None:
     """flash-attention#1664: an upper bound is allowed."""
     case = BY_NAME["every-kind"]
     frontends.assert_right(case, *frontends.run_torch(case.problem(), "cpu", max_seqlen_q=1000, max_seqlen_k=1000, return_lse=True))
+
+
+@pytest.mark.parametrize("backend", ["CPU_SDPA", "REFERENCE"])
+def test_out_in_the_memory_of_an_input_is_refused(backend: str) -> None:
+    """Whether it was right would depend on the order in which a kernel reads and writes its rows."""
+    buffer = torch.randn(2, 7, 3, 128)
+    q, k, v = torch.randn(7, 3, 192), torch.randn(7, 3, 192), buffer[0]
+    shifted = buffer.view(-1)[384 : 384 + v.numel()].view(v.shape)
+    for arrays, out, name in (((q, k, v), v, "v"), ((q, k, v), shifted, "v"), ((v, v.clone(), v.clone()), v, "q"), ((q[..., :128], v, k[..., :128]), v, "k")):
+        with pytest.raises(MLAInputError, match=f"out: got memory that {name} lies in too; allowed: memory of its own"):
+            torch_side.mla_prefill(*arrays, out=out, backend=backend)
+        with pytest.raises(MLAInputError, match=f"out: got memory that {name} lies in too; allowed: memory of its own"):
+            mla_interop.mla_prefill(*(x.numpy() for x in arrays), out=out.numpy(), backend=backend)
+    expected = torch_side.mla_prefill(q, k, v, backend=backend)
+    assert torch.equal(torch_side.mla_prefill(q, k, v, out=buffer[1], backend=backend), expected)  # beside v is not in it
+
+
+@pytest.mark.parametrize("backend", ["CPU_SDPA", "REFERENCE"])
+def test_out_that_cannot_simply_be_written(backend: str) -> None:
+    """A leaf that requires grad, which torch refuses to write or would write unseen; a view whose values have the other sign than its memory."""
+    q, k, v = torch.randn(7, 3, 192), torch.randn(9, 3, 192), torch.randn(9, 3, 128)
+    leaf = torch.zeros(7, 3, 128, requires_grad=True)
+    with pytest.raises(MLAInputError, match="out: got a tensor that requires grad in grad mode; allowed: one that does not"):
+        torch_side.mla_prefill(q, k, v, out=leaf, backend=backend)
+    with torch.no_grad():
+        assert torch_side.mla_prefill(q, k, v, out=leaf, backend=backend) is leaf
+    with pytest.raises(MLAInputError, match="out: got .*negative bit set; allowed: a contiguous tensor"):
+        torch_side.mla_prefill(q, k, v, out=torch._neg_view(torch.zeros(7, 3, 128)), backend=backend)
+    with pytest.raises(MLAInputError, match=r"out: got .*strides \(768, 256, 2\); allowed: a contiguous tensor"):
+        torch_side.mla_prefill(q, k, v, out=torch.zeros(7, 3, 256)[..., ::2], backend=backend)
+
+
+def test_lengths_that_have_no_memory_any_more() -> None:
+    jax = pytest.importorskip("jax")
+    kept = []
+    jax.jit(lambda x: kept.append(x) or x)(np.array([0, 7], np.int32))
+    q, k, v = torch.randn(7, 3, 24), torch.randn(7, 3, 24), torch.randn(7, 3, 16)
+    with pytest.raises(MLAInputError, match="cu_seqlens_q: got a .*Tracer that cannot enter torch"):
+        torch_side.mla_prefill(q, k, v, cu_seqlens_q=kept[0])
