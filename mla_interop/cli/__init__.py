@@ -15,6 +15,7 @@ except ImportError as error:
 from mla_interop.cli.backends import backends
 from mla_interop.cli.bench import bench
 from mla_interop.cli.cache import cache
+from mla_interop.cli.compare import compare
 from mla_interop.cli.demo import demo
 from mla_interop.cli.doctor import doctor
 from mla_interop.cli.explain import explain
@@ -30,6 +31,7 @@ for command, example in (
     (warmup, "mla-interop warmup --model deepseek-v3 --gpu h200"),
     (tune, "mla-interop tune --model deepseek-v3 --heads 16,128"),
     (bench, "mla-interop bench --problems 128x4096x1 --output results.json"),
+    (compare, "mla-interop compare saved.npz --backend FLASH_ATTN,FLASHINFER"),
     (doctor, "mla-interop doctor --self-check"),
 ):
     app.command(epilog=f"Example: {example}")(command)
