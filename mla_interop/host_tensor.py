@@ -11,7 +11,7 @@ class _DLDataType(ctypes.Structure):
 
 
 # DLPack's type codes of the dtypes that NumPy cannot export because they come from ml_dtypes (dlpack.h).
-_DLPACK_CODES = {"bfloat16": 4, "float8_e4m3fn": 10, "float8_e5m2": 12}
+DLPACK_CODES = {"bfloat16": 4, "float8_e4m3fn": 10, "float8_e5m2": 12}
 # Offset of dl_tensor.dtype in DLManagedTensorVersioned: a header of 32 bytes, then data (8), device (8) and ndim (4).
 _DTYPE_OFFSET = 32 + 20
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -24,10 +24,10 @@ def as_tensor(array: np.ndarray) -> Any:
     import tvm_ffi  # imports torch where it is installed, so not before it is needed
 
     name = array.dtype.name
-    if name not in _DLPACK_CODES:
+    if name not in DLPACK_CODES:
         return tvm_ffi.from_dlpack(array.__dlpack__(max_version=(1, 0)))
     # The bits go out as unsigned integers, and the capsule, which nobody has seen yet, is told their true type.
     capsule = array.view(f"u{array.itemsize}").__dlpack__(max_version=(1, 0))
     dtype = _DLDataType.from_address(_capsule_pointer(capsule, b"dltensor_versioned") + _DTYPE_OFFSET)
-    dtype.code = _DLPACK_CODES[name]
+    dtype.code = DLPACK_CODES[name]
     return tvm_ffi.from_dlpack(capsule)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from mla_interop.errors import MLAInputError, input_error
-from mla_interop.exchange import TensorSpec, framework_of, is_tracer
-from mla_interop.host_tensor import as_tensor
+from mla_interop.exchange import TensorSpec, framework_of, host_values, is_tracer
+from mla_interop.host_tensor import DLPACK_CODES, as_tensor
 from mla_interop.prefill import Options, bind, dense_call, make_options, metadata_for, resolve
 from mla_interop.sequences import PrefillMetadata
 
@@ -39,13 +39,18 @@ def mla_prefill(q: Any, k: Any, v: Any, **options: Any) -> Any:
         frontend = importlib.import_module(_FRONTENDS[kind])
         return frontend.mla_prefill(q, *(array if framework_of(array) == kind else _imported(kind, array, q) for array in (k, v)), **options)
     if kind == "numpy":
-        return _numpy(q, *(array if isinstance(array, np.ndarray) else _host(name, array) for name, array in (("k", k), ("v", v))), **options)
+        return _numpy(q, *(array if isinstance(array, np.ndarray) else _host(name, array, q.dtype) for name, array in (("k", k), ("v", v))), **options)
     return _through_torch(q, k, v, options)
 
 
 def _imported(kind: str, array: Any, like: Any) -> Any:
     if kind == "torch":
-        return importlib.import_module("torch").from_dlpack(array)
+        torch = importlib.import_module("torch")
+        try:
+            # NumPy cannot export ml_dtypes' types; TVM FFI's tensor over the same memory can.
+            return torch.from_dlpack(as_tensor(array) if framework_of(array) == "numpy" and array.dtype.name in DLPACK_CODES else array)
+        except Exception as error:
+            raise MLAInputError(f"k, v: a {type(array).__name__} cannot enter torch without a copy ({error}).") from error
     if framework_of(array) == "numpy":
         return importlib.import_module("jax.numpy").asarray(array)
     # JAX takes compact arrays only, and says so in words of its own; torch's view of the same memory can be made compact.
@@ -57,10 +62,19 @@ def _imported(kind: str, array: Any, like: Any) -> Any:
         ) from error
 
 
-def _host(name: str, array: Any) -> np.ndarray:
+def _host(name: str, array: Any, like: np.dtype) -> np.ndarray:
     if int(array.__dlpack_device__()[0]) != 1:
         raise input_error(name, "an array on a device", "CPU memory, where q is", "Nothing is copied between devices here.")
-    return np.asarray(array.detach() if hasattr(array, "detach") else array)
+    try:
+        if framework_of(array) != "torch":
+            return np.asarray(array) if hasattr(array, "__array__") else np.from_dlpack(array)
+        array = array.detach()
+        if like.name in DLPACK_CODES and str(array.dtype) == f"torch.{like.name}":  # torch makes no NumPy array of these
+            return array.view(getattr(importlib.import_module("torch"), f"int{8 * like.itemsize}")).numpy().view(like)
+        return array.numpy()
+    except Exception as error:
+        got = f"a {type(array).__name__} that cannot become a NumPy array ({error})"
+        raise input_error(name, got, "an array in CPU memory, of q's dtype") from error
 
 
 def _through_torch(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
@@ -68,7 +82,7 @@ def _through_torch(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
         torch = importlib.import_module("torch")
     except ImportError as error:
         raise MLAInputError(f"q: a {type(q).__name__} needs torch to run its kernel, and torch is not installed ({error}).") from error
-    result = importlib.import_module("torch_side").mla_prefill(*map(torch.from_dlpack, (q, k, v)), **options)
+    result = importlib.import_module("torch_side").mla_prefill(*(x if isinstance(x, torch.Tensor) else _imported("torch", x, q) for x in (q, k, v)), **options)
     back = getattr(importlib.import_module(type(q).__module__.partition(".")[0]), "from_dlpack", None)
     if back is None:
         return result
@@ -124,7 +138,7 @@ def _run_numpy(q: np.ndarray, k: np.ndarray, v: np.ndarray, options: Options, me
     lse = np.empty(call.lse_shape, np.float32) if options.return_lse else None
     k, v = k[: bound.num_tokens_k], v[: bound.num_tokens_k]
     q, k, v = (np.ascontiguousarray(x) if copy else x for x, copy in zip((q, k, v), call.copies, strict=True))
-    lengths = np.asarray(bound.metadata.cu_seqlens_q), np.asarray(bound.metadata.cu_seqlens_k)
+    lengths = _lengths(bound.metadata)
     if bound.empty:
         out.fill(0)
         if lse is not None:
@@ -139,6 +153,16 @@ def _run_numpy(q: np.ndarray, k: np.ndarray, v: np.ndarray, options: Options, me
         written = as_tensor(out), None if lse is None else as_tensor(lse)
         call.kernel.launch(*inputs, None, None, *written, call.scale, bound.max_seqlen_q, bound.max_seqlen_k, bound.finish)
     return out if lse is None else (out, lse)
+
+
+def _lengths(metadata: PrefillMetadata) -> tuple[np.ndarray, np.ndarray]:
+    if metadata.host is not None:
+        return metadata.host.cu_seqlens_q, metadata.host.cu_seqlens_k
+    made = [(array, host_values(array)) for array in (metadata.cu_seqlens_q, metadata.cu_seqlens_k)]
+    for name, (array, values) in zip(("cu_seqlens_q", "cu_seqlens_k"), made, strict=True):
+        if values is None:
+            raise input_error(name, f"a {type(array).__name__} that is traced or on a device", "values in CPU memory, where q is")
+    return made[0][1], made[1][1]  # pyright: ignore[reportReturnType]
 
 
 def _spec(x: np.ndarray) -> TensorSpec:

@@ -203,6 +203,55 @@ def test_the_neutral_door_takes_mixed_frameworks(other: str) -> None:
     assert type(turned) is type(give(q.numpy())) and np.array_equal(np.asarray(turned), mixed.numpy())
 
 
+class Exporter:
+    """An array of a library that nobody here knows: DLPack, and nothing else."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_framework_beside_every_other(dtype: str) -> None:
+    """NumPy exports no bfloat16, torch makes no NumPy array of it, and an exporter of DLPack need have no shape."""
+    ml_dtypes, jnp = pytest.importorskip("ml_dtypes"), pytest.importorskip("jax.numpy")
+    tensors = [x.to(getattr(torch, dtype)) for x in arrays()]
+    expected = torch_side.mla_prefill(*tensors).float().numpy()
+    give = {
+        "torch": lambda x: x,
+        "numpy": lambda x: x.float().numpy().astype(np.dtype(getattr(ml_dtypes, dtype, dtype))),
+        "jax": lambda x: jnp.asarray(x.float().numpy()).astype(dtype),
+        "exporter": Exporter,
+    }
+    for first in give:
+        for second in give:
+            if dtype == "bfloat16" and (first, second) == ("numpy", "exporter"):
+                continue  # NumPy knows no bfloat16 to import it as
+            q, k, v = tensors
+            made = mla_interop.mla_prefill(give[first](q), give[second](k), give["torch"](v))
+            made = made.float().numpy() if isinstance(made, torch.Tensor) else np.asarray(made).astype(np.float32)
+            np.testing.assert_allclose(made, expected, atol=1e-5 if dtype == "float32" else 2e-2, err_msg=f"{first} {second}")
+
+
+def test_what_cannot_be_exchanged_is_said() -> None:
+    q, k, v = arrays()
+    with pytest.raises(MLAInputError, match="a ndarray cannot enter torch without a copy"):
+        mla_interop.mla_prefill(q, k.numpy().astype(">f4"), v)
+    bf16 = np.zeros((7, 3, 192), pytest.importorskip("ml_dtypes").bfloat16)
+    with pytest.raises(MLAInputError, match="k: got a Exporter that cannot become a NumPy array"):
+        mla_interop.mla_prefill(bf16, Exporter(k.bfloat16()), v)
+    kept = []
+    jax = pytest.importorskip("jax")
+    jax.jit(lambda x: kept.append(mla_interop.prepare_metadata(x)) or x)(np.array([0, 7], np.int32))
+    with pytest.raises(MLAInputError, match="cu_seqlens_q: got a .*Tracer that is traced or on a device; allowed: values in CPU memory"):
+        mla_interop.mla_prefill(q.numpy(), k.numpy(), v.numpy(), metadata=kept[0])
+
+
 LENGTHS = strategies.lists(strategies.tuples(strategies.integers(0, 40), strategies.integers(0, 40)), min_size=1, max_size=5)
 
 
