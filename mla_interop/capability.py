@@ -30,9 +30,13 @@ class DeviceCapability(NamedTuple):
         """
         try:
             major, minor = value.split(".") if isinstance(value, str) else value
-            return cls(int(major), int(minor))
-        except (TypeError, ValueError):
+            made = cls(int(major), int(minor))
+            # Names of kernels have the minor number as one digit; int() cuts what is no whole number.
+            if made.major < 1 or not 0 <= made.minor <= 9 or isinstance(major, float) or isinstance(minor, float):
+                raise ValueError
+        except (TypeError, ValueError, OverflowError):
             raise input_error("capability", repr(value), 'a pair such as (9, 0) or a string such as "9.0"') from None
+        return made
 
     def __str__(self) -> str:
         return f"{self.major}.{self.minor}"

@@ -54,7 +54,7 @@ class MLAPrefillConfig:
         for name in ("backend", "order"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
-        if self.flash_attn_version not in (None, 2, 3, 4):
+        if self.flash_attn_version not in (None, 2, 3, 4) or isinstance(self.flash_attn_version, float):
             raise input_error("flash_attn_version", repr(self.flash_attn_version), "2, 3, 4 or None")
         if self.policy not in (None, "order", "measured"):
             raise input_error("policy", repr(self.policy), "'order', 'measured' or None")
@@ -135,7 +135,7 @@ def _parse(name: str, text: str) -> object:
     if name == "policy":
         return text.lower()
     if name == "flash_attn_version":
-        if not text.isdigit():
+        if not text.isdecimal():  # isdigit takes superscripts too, which int does not
             raise input_error(ENVIRONMENT[name], repr(text), "2, 3 or 4")
         return int(text)
     if text.lower() not in ("0", "1", "true", "false"):

@@ -90,7 +90,9 @@ class MLAPrefillSelectorConfig:
             raise input_error("dimensions", str(d), "positive integers; the rotary part may be 0")
         for name, least in (("num_heads", 0), ("num_sms", 1), ("num_tokens", 0), ("num_seqs", 0)):
             size = getattr(self, name)
-            if not (size is None and name != "num_heads" or _is_integer(size) and size >= least):
+            if size is None and name != "num_heads":
+                continue
+            if size is None or not _is_integer(size) or size < least:
                 raise input_error(name, repr(size), f"an integer of at least {least}" + (", or None" if name != "num_heads" else ""))
         for name in ("is_causal", "needs_lse", "traced"):
             if not isinstance(getattr(self, name), bool):

@@ -93,7 +93,7 @@ def project_function(function: Callable[[Any], Any], dimensions: MLADimensions, 
 
     def project(kv_c: torch.Tensor, k_pe: Any) -> tuple[Any, Any]:
         made = function(kv_c)
-        kv = made[0] if isinstance(made, tuple) and made else made
+        kv: Any = made[0] if isinstance(made, tuple) and made else made
         if not isinstance(kv, torch.Tensor):
             raise input_error("kv_b", f"a function that returns {type(kv).__name__}", "a torch.Tensor, [S, N * (P + V)]")
         kv = kv.detach()

@@ -51,6 +51,7 @@ def test_an_empty_value_is_an_error(monkeypatch: pytest.MonkeyPatch, variable: s
         ("MLA_INTEROP_BACKEND", "None", "backend: got 'None'; allowed: FLASH_ATTN"),
         ("MLA_INTEROP_ORDER", "CPU,REFERENCE", "order: got 'CPU'; allowed: FLASH_ATTN"),
         ("MLA_INTEROP_FLASH_ATTN_VERSION", "fa3", "MLA_INTEROP_FLASH_ATTN_VERSION: got 'fa3'; allowed: 2, 3 or 4."),
+        ("MLA_INTEROP_FLASH_ATTN_VERSION", "²", "MLA_INTEROP_FLASH_ATTN_VERSION: got '²'; allowed: 2, 3 or 4."),
         ("MLA_INTEROP_FLASH_ATTN_VERSION", "-3", "MLA_INTEROP_FLASH_ATTN_VERSION: got '-3'; allowed: 2, 3 or 4."),
         ("MLA_INTEROP_FLASH_ATTN_VERSION", "5", "flash_attn_version: got 5; allowed: 2, 3, 4 or None."),
         ("MLA_INTEROP_ALLOW_REFERENCE", "maybe", "MLA_INTEROP_ALLOW_REFERENCE: got 'maybe'; allowed: 0 or 1."),

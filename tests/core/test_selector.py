@@ -243,6 +243,13 @@ def test_a_configuration_refuses_values_of_another_kind(changed: dict[str, Any],
     assert str(refusal.value).startswith(text)
 
 
+@pytest.mark.parametrize("capability", ["-1.0", (9.5, 0), (9, 10), (0, 0), (float("inf"), 0), "9", (9,), 9.0])
+def test_a_capability_that_no_gpu_has_is_refused(capability: Any) -> None:
+    """It would become part of kernel names, which are read back from programs in other processes."""
+    with pytest.raises(MLAInputError, match="capability: got"):
+        problem(capability)
+
+
 def test_what_select_and_explain_are_given_is_checked() -> None:
     for wrong in (None, "deepseek-v3", R1):
         for ask in (select, explain, get_mla_prefill_backend):
