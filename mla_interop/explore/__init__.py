@@ -6,6 +6,8 @@ Arrays are torch's, JAX's or NumPy's alike. What comes back shows itself as a ta
 
 from mla_interop.explore.attention import AttentionMap as AttentionMap
 from mla_interop.explore.attention import attention_map as attention_map
+from mla_interop.explore.choice import Choices as Choices
+from mla_interop.explore.choice import choices as choices
 from mla_interop.explore.comparison import Comparison as Comparison
 from mla_interop.explore.comparison import compare as compare
 from mla_interop.explore.profile import LSEProfile as LSEProfile
@@ -14,4 +16,4 @@ from mla_interop.explore.speed import Timing as Timing
 from mla_interop.explore.speed import load_results as load_results
 from mla_interop.explore.speed import timing as timing
 
-__all__ = ["AttentionMap", "Comparison", "LSEProfile", "Timing", "attention_map", "compare", "load_results", "lse_profile", "timing"]
+__all__ = ["AttentionMap", "Choices", "Comparison", "LSEProfile", "Timing", "attention_map", "choices", "compare", "load_results", "lse_profile", "timing"]

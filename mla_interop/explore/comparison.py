@@ -10,7 +10,7 @@ from mla_interop.backends.registry import parse_names
 from mla_interop.errors import MLAError, MLAUnsupportedError, input_error
 from mla_interop.explore import exact
 from mla_interop.explore.batch import Batch, check_array, make_batch, values
-from mla_interop.explore.table import Explored, Row, data_frame, html_table, needed, text_table
+from mla_interop.explore.table import Explored, Row, data_frame, html_table, needed, plain, text_table
 from mla_interop.neutral import mla_prefill
 from mla_interop.numeric_check import NAMED_FACTORS
 
@@ -88,14 +88,18 @@ def _checked(label: str, result: Any, batch: Batch) -> tuple[np.ndarray, np.ndar
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise input_error(f"results[{label!r}]", type(result).__name__, "(out, lse); lse may be None")
     tokens, heads, _ = batch.q.shape
-    shapes, advice = ((tokens, heads, batch.v.shape[2]), (heads, tokens)), ("", "mla_interop.lse.normalize(lse, layout='TN') transposes.")
-    for name, array, shape, what in zip(("out", "lse"), result, shapes, advice):
-        if array is None and name == "lse":
-            continue
-        check_array(f"results[{label!r}], {name}", array)
-        if tuple(array.shape) != shape:
-            raise input_error(f"results[{label!r}], {name}", f"shape {tuple(array.shape)}", str(shape), what)
-    return values(result[0]), None if result[1] is None else values(result[1])
+    out, lse = result
+    _check_shape(f"results[{label!r}], out", out, (tokens, heads, batch.v.shape[2]), "")
+    if lse is None:
+        return values(out), None
+    _check_shape(f"results[{label!r}], lse", lse, (heads, tokens), "mla_interop.lse.normalize(lse, layout='TN') transposes.")
+    return values(out), values(lse)
+
+
+def _check_shape(name: str, array: Any, shape: tuple[int, ...], advice: str) -> None:
+    check_array(name, array)
+    if tuple(array.shape) != shape:
+        raise input_error(name, f"shape {tuple(array.shape)}", str(shape), advice)
 
 
 @dataclass(eq=False)
@@ -147,9 +151,9 @@ class Comparison(Explored):
         return [{"": label, **dict(zip(self.labels, map(float, line)))} for label, line in zip(self.labels, self.agreement)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Plain data, for JSON; numbers that are not finite are words."""
         tables = {"worst": self.worst(), "heads": self.heads(), "agreement": self.agreement.tolist()}
-        return {**super().to_dict(), "baseline": self.baseline, "labels": self.labels, **tables, "failed": self.failed}
+        return {**super().to_dict(), "baseline": self.baseline, "labels": self.labels, **plain(tables), "failed": self.failed}
 
     def to_dataframe(self, what: str = "rows") -> Any:
         """A ``pandas.DataFrame`` of ``"rows"``, ``"worst"``, ``"heads"`` or ``"agreement"``.

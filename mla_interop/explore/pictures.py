@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from mla_interop.explore.attention import AttentionMap
+from mla_interop.explore.choice import Choices
 from mla_interop.explore.comparison import Comparison
 from mla_interop.explore.profile import LSEProfile
 from mla_interop.explore.speed import Timing
@@ -18,7 +19,6 @@ from mla_interop.explore.table import cell
 
 _BAD = "#00c8d7"  # what is not finite: a colour that no colour map here has
 _COLOURS = {"torch": "#d9622b", "jax": "#3b6fb6", "numpy": "#6b7280"}
-_POWERS = FuncFormatter(lambda value, _: f"{value:.0e}".replace("e-0", "e-"))
 _PIXELS = 1200  # columns of a heat map beyond which neighbours are pooled by their maximum
 _BARS = 12
 
@@ -43,15 +43,26 @@ def comparison(found: Comparison) -> Picture:
     for label, (left, right), row in zip(labels, axes, found.rows):
         left.tick_params(labelbottom=label == labels[-1])
         _heat(left, found.errors[label], norm, found.edges)
-        largest = f"at most {cell(row['worst row'])}" if found.errors[label].any() else "the same, bit for bit"
-        left.set_title(f"{label} against {found.baseline}: {largest}", fontsize=10, loc="left")
+        left.set_title(f"{label} against {found.baseline}: {_largest(found.errors[label])}", fontsize=10, loc="left")
         _lse_histogram(right, found.lse_errors.get(label), row)
         for axis in (left, right) if label == labels[-1] else ():
             axis.set_xlabel("token, packed end to end (lines: where a sequence starts)" if axis is left else "lse minus the baseline's")
-    figure.colorbar(
-        ScalarMappable(norm, "magma"), ax=axes[:, 0].tolist(), label="error / usual size of a row", pad=0.01, aspect=12 * len(labels), format=_POWERS
-    )
+    _bar(figure, norm, axes[:, 0].tolist(), "error / usual size of a row", aspect=12 * len(labels))
     return figure
+
+
+def _largest(errors: np.ndarray) -> str:
+    finite = np.isfinite(errors)
+    wrong = f", and {errors.size - finite.sum()} rows not finite" if not finite.all() else ""
+    return f"at most {cell(float(errors[finite].max(initial=0.0)))}{wrong}" if errors.any() else "the same, bit for bit"
+
+
+def _bar(figure: Picture, norm: LogNorm, axes: list[Any], label: str, aspect: int) -> None:
+    """A colour bar with five numbers on it, however many powers of ten it spans."""
+    ticks = np.geomspace(norm.vmin or 1e-9, norm.vmax or 1.0, 5)
+    bar = figure.colorbar(ScalarMappable(norm, "magma"), ax=axes, label=label, pad=0.01, aspect=aspect)
+    bar.set_ticks(ticks.tolist(), labels=[cell(float(tick)) for tick in ticks])
+    bar.ax.yaxis.set_minor_locator(NullLocator())
 
 
 def _heat(axis: Any, errors: np.ndarray, norm: LogNorm, edges: np.ndarray) -> None:
@@ -73,11 +84,12 @@ def _pooled(image: np.ndarray, columns: int) -> np.ndarray:
 
 
 def _lse_histogram(axis: Any, difference: np.ndarray | None, row: dict[str, Any]) -> None:
-    if difference is None:
-        axis.text(0.5, 0.5, "no lse", ha="center", va="center", transform=axis.transAxes)
+    finite = np.empty(0) if difference is None else difference[np.isfinite(difference)]
+    if difference is None or not finite.size:
+        said = "no lse" if difference is None else "no lse is finite where the baseline's is"
+        axis.text(0.5, 0.5, said, ha="center", va="center", transform=axis.transAxes)
         axis.set(xticks=[], yticks=[])
         return
-    finite = difference[np.isfinite(difference)]
     axis.hist(finite, bins=60, color="#5b3a8e")
     axis.set_yscale("log")
     axis.set_ylabel("rows")
@@ -112,7 +124,7 @@ def attention(found: AttentionMap) -> Picture:
     for axis in axes[-1]:
         axis.set_xlabel("key")
     figure.suptitle(found.title, fontsize=11)
-    figure.colorbar(ScalarMappable(norm, "magma"), ax=axes.ravel().tolist(), label="weight (of a cell's keys together)", pad=0.01, format=_POWERS)
+    _bar(figure, norm, axes.ravel().tolist(), "weight (of a cell's keys together)", aspect=20 * down)
     return figure
 
 
@@ -150,7 +162,7 @@ _UNITS = {"us": "microseconds a call", "tflops": "TFLOP/s"}
 
 
 def _lines(found: Timing, labelled: Sequence[tuple[str, Any]], what: str) -> Picture:
-    figure = Picture(figsize=(10, 4), layout="constrained")
+    figure = Picture(figsize=(11, 4), layout="constrained")
     axis = figure.subplots()
     for i, label in enumerate(dict.fromkeys(label for label, _ in labelled)):
         rows = sorted((row for name, row in labelled if name == label), key=lambda row: row["tokens"])
@@ -164,8 +176,9 @@ def _lines(found: Timing, labelled: Sequence[tuple[str, Any]], what: str) -> Pic
     axis.xaxis.set_minor_locator(NullLocator())
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=9, frameon=False, title="median; shade: down to the fastest loop" if what == "us" else None)
-    axis.set_title(found.title, fontsize=10, loc="left")
+    shade = "median; shade: down to the fastest loop" if what == "us" else None
+    figure.legend(loc="outside right upper", fontsize=9, frameon=False, title=shade, title_fontsize=9, alignment="left")
+    figure.suptitle(found.title, fontsize=10, x=0.01, ha="left")
     return figure
 
 
@@ -218,3 +231,22 @@ def _bars(axis: Any, problem: str, shown: Sequence[str], value: dict[tuple[str, 
     axis.set_title(problem, fontsize=10, loc="left")
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
+
+
+def choices(found: Choices) -> Picture:
+    """A grid of the chosen kernels."""
+    heads, tokens = (sorted({row[name] for row in found.rows}) for name in ("heads", "tokens"))
+    backends = list(dict.fromkeys(row["backend"] for row in found.rows))
+    figure = Picture(figsize=(2.0 + 1.35 * len(tokens), 1.3 + 0.55 * len(heads)), layout="constrained")
+    axis = figure.subplots()
+    image = np.zeros((len(heads), len(tokens)))
+    for row in found.rows:
+        down, right = heads.index(row["heads"]), tokens.index(row["tokens"])
+        image[down, right] = backends.index(row["backend"])
+        axis.text(right, down, f"{row['backend']}\n{row['kernel']}", ha="center", va="center", fontsize=8)
+    axis.imshow(image, cmap="Pastel1", vmin=-0.5, vmax=8.5, aspect="auto")
+    axis.set_xticks(range(len(tokens)), list(map(str, tokens)))
+    axis.set_yticks(range(len(heads)), list(map(str, heads)))
+    axis.set(xlabel="query tokens", ylabel="heads")
+    axis.set_title(found.title, fontsize=10, loc="left")
+    return figure

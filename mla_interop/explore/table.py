@@ -2,6 +2,7 @@
 
 import html
 import importlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,8 +24,8 @@ class Explored:
         return html_table(self.rows, self.title)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        return {"title": self.title, "rows": self.rows}
+        """Plain data, for JSON, which knows no infinity: numbers that are not finite are words."""
+        return plain({"title": self.title, "rows": self.rows})
 
     def to_dataframe(self) -> Any:
         """The rows as a ``pandas.DataFrame``.
@@ -41,6 +42,15 @@ class Explored:
             MLAUnavailableError: matplotlib is not installed.
         """
         raise NotImplementedError
+
+
+def plain(value: Any) -> Any:
+    """``value`` with its numbers that are not finite as words (``"inf"``, ``"nan"``)."""
+    if isinstance(value, Mapping):
+        return {name: plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def data_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
