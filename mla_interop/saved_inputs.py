@@ -117,7 +117,7 @@ def random_inputs(model: Model, heads: int, tokens: Sequence[int], context: Sequ
     dims, rng = model.dimensions, np.random.default_rng(seed)
     shapes = ((ends[0][-1], dims.qk_head_dim), (ends[1][-1], dims.qk_head_dim), (ends[1][-1], dims.v_head_dim))
     q, k, v = (rng.standard_normal((rows, heads, width), dtype=np.float32) for rows, width in shapes)
-    return Inputs(q, k, v, dtype, *ends)
+    return Inputs(q, k, v, dtype, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1])
 
 
 def _kind(name: str, array: np.ndarray, bf16_bits: bool) -> str:

@@ -14,12 +14,14 @@ from typing import Any, Literal
 
 from mla_interop import installed, measured
 from mla_interop.backends.base import Kernel
+from mla_interop.backends.registry import backend_class
 from mla_interop.errors import MLAError
 from mla_interop.kernels.build import cache_dir
 from mla_interop.selector import MLAPrefillSelectorConfig, explain, kernels_of
 
 State = Literal["built", "was there", "nothing to build", "left out", "failed"]
 XLA_HANDLER = "XLA handler"
+_NO_KERNEL = "no kernel for this GPU can be had here: plain array code, which is slow, would run"
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,11 @@ def warm_up(
     seen: set[Path] = set()
     for name in wanted:
         for each in combinations:
-            yield from _kernel(name, each, seen, starting)
+            yield from _kernel(name, each, bool(backends), seen, starting)
     if jax:
         yield _handler(starting)
     if not backends:
-        yield from _left_out(config, {name.partition(".")[0] for name in wanted})
+        yield from _left_out(config, set(wanted))
 
 
 def _choices(config: MLAPrefillSelectorConfig) -> list[str]:
@@ -90,7 +92,7 @@ def _choices(config: MLAPrefillSelectorConfig) -> list[str]:
     return list(found)
 
 
-def _kernel(name: str, config: MLAPrefillSelectorConfig, seen: set[Path], starting: Callable[[str], None]) -> Iterator[Step]:
+def _kernel(name: str, config: MLAPrefillSelectorConfig, asked: bool, seen: set[Path], starting: Callable[[str], None]) -> Iterator[Step]:
     try:
         table = explain(config, name)
         row = next(row for row in table.rows if row.backend.partition(".")[0] == table.explicit[0].partition(".")[0])
@@ -105,7 +107,8 @@ def _kernel(name: str, config: MLAPrefillSelectorConfig, seen: set[Path], starti
     what = f"{row.backend.partition('.')[0]}.{kernel.variant}"
     if not kernel.parts:
         if config.is_causal and config.needs_lse:
-            yield Step(what, "nothing to build", why=_without_parts(kernel))
+            slow = kernel.kind == "array" and config.device_type == "cuda" and not asked
+            yield Step(what, "failed", why=_NO_KERNEL) if slow else Step(what, "nothing to build", why=_without_parts(kernel))
         return
     for part in kernel.parts:
         step = _build(what, part, starting, kernel.name)
@@ -147,12 +150,24 @@ def _handler(starting: Callable[[str], None]) -> Step:
 
 
 def _left_out(config: MLAPrefillSelectorConfig, wanted: set[str]) -> Iterator[Step]:
-    """Backends that could serve the problem on a machine that has everything, and cannot here."""
+    """What each backend would have served the problem with on a machine that has everything, where this one has not."""
     with installed.assume_installed():
-        able = {row.backend for row in explain(config).rows if row.valid}
-    for row in explain(config).rows:
-        if row.backend in able - wanted and not row.valid:
-            yield Step(row.backend, "left out", why="; ".join(row.reasons))
+        ideal = {row.backend: row.variant for row in explain(config).rows if row.valid}
+    table = explain(config)
+    for row in table.rows:
+        name = f"{row.backend}.{ideal.get(row.backend)}"
+        if row.backend not in ideal or name in wanted or (row.valid and row.variant == ideal[row.backend]):
+            continue
+        reasons = row.reasons or tuple(_refused(row.backend, table.config))
+        own = [reason for reason in reasons if reason.startswith(f"{ideal[row.backend]}: ")]
+        yield Step(name, "left out", why="; ".join(own or reasons))
+
+
+def _refused(backend: str, config: MLAPrefillSelectorConfig) -> list[str]:
+    try:
+        return backend_class(backend).kernels(config)[1]
+    except Exception as error:  # a probe may raise anything
+        return [_words(error)]
 
 
 def _words(error: BaseException) -> str:

@@ -132,10 +132,12 @@ def _print(found: Any, deviating: dict[str, str], drawn: str) -> None:
     screen = console()
     screen.print(plain(found.title))
     summary = ("result", "out error", "x rounding", "worst row", "lse error", "bad rows")
-    screen.print(_table("", [{name: row[name] for name in summary} for row in found.rows]))
-    screen.print(_table("rows that differ most", found.worst(_SHOWN)))
+    screen.print(_table([{name: row[name] for name in summary} for row in found.rows]))
+    screen.print("[bold]rows that differ most[/bold]")
+    screen.print(_table(found.worst(_SHOWN)))
     heads = sorted(found.heads(), key=lambda row: -max(value for name, value in row.items() if name != "head"))
-    screen.print(_table("heads that differ most (root mean square over their rows)", heads[:_SHOWN]))
+    screen.print("[bold]heads that differ most[/bold] (root mean square over their rows)")
+    screen.print(_table(heads[:_SHOWN]))
     for label, why in found.failed.items():
         screen.print(plain(f"{label} failed: {why}"))
     for label, why in deviating.items():
@@ -145,12 +147,12 @@ def _print(found: Any, deviating: dict[str, str], drawn: str) -> None:
         screen.print(plain(f"picture: {drawn}"), soft_wrap=True)
 
 
-def _table(title: str, rows: list[dict[str, Any]]) -> Any:
+def _table(rows: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
     from mla_interop.explore.table import cell, columns
 
-    shown = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False, min_width=min(len(title), 80))
+    shown = Table(box=None, pad_edge=False)
     names = columns(rows)
     for name in names:
         shown.add_column(name, justify="left" if name == "result" else "right", overflow="fold")

@@ -134,7 +134,7 @@ class TorchPackage:
         return "" if self.pads_v or qk_head_dim == v_head_dim or (qk_head_dim, v_head_dim) in self.head_dims else f"equal ones, and {pairs}"
 
     def _missing(self) -> list[str]:
-        wanted = {self.module: self.distribution, **self.also}
+        wanted = {self.module: self.distribution, "torch": "torch", **self.also}
         found = [f"{owner} not installed (no module {module})" for module, owner in wanted.items() if not _findable(module)]
         if found or self.minimum_version is None:
             return found
