@@ -1,4 +1,4 @@
-# Two commands do all: `make demo` and `make test`. Each makes .venv and installs on first use only.
+# `make demo`, `make notebook` and `make test` do all. Each makes .venv and installs on first use only.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -26,10 +26,17 @@ export MLA_INTEROP_REQUIRE ?= $(REQUIRE)
 # Two processes: most of a test's time here is one thread's (imports, tracing, compilers).
 PYTEST_ARGS ?= -n 2
 
-.PHONY: demo test test-all lint install clean
+.PHONY: demo notebook test test-all lint install clean
 
 demo: $(STAMP)
 	$(BIN)/mla-interop demo $(DEMO_ARGS)
+
+# Runs one notebook from top to bottom; NOTEBOOK=notebooks/03_lse_and_merging.ipynb, say, runs another.
+NOTEBOOK ?= notebooks/01_first_prefill.ipynb
+notebook: $(STAMP)
+	$(BIN)/python -m nbconvert --log-level=ERROR --KernelManager.transport=ipc --execute --to html --output-dir notebooks-output $(NOTEBOOK)
+	@echo "$(NOTEBOOK) ran; open $(CURDIR)/notebooks-output/$(basename $(notdir $(NOTEBOOK))).html in a browser."
+	@echo "To work in the notebooks: $(BIN)/pip install jupyterlab && $(BIN)/python -m jupyter lab notebooks"
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "$(MARKS)"
@@ -52,4 +59,4 @@ $(STAMP): pyproject.toml Makefile
 	@touch $@
 
 clean:
-	rm -rf $(VENV) demo-output dist build .pytest_cache .ruff_cache
+	rm -rf $(VENV) demo-output notebooks-output dist build .pytest_cache .ruff_cache

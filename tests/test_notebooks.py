@@ -6,6 +6,8 @@ import pytest
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
+pytest.importorskip("matplotlib")
+pytest.importorskip("pandas")
 pytest.importorskip("torch")
 pytest.importorskip("jax")
 
@@ -16,7 +18,7 @@ def test_there_are_notebooks() -> None:
     assert NOTEBOOKS
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [pytest.param(path, marks=[pytest.mark.slow] if i else []) for i, path in enumerate(NOTEBOOKS)], ids=lambda path: path.stem)
 def test_runs(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
