@@ -132,6 +132,8 @@ def _call(q: Any, k: Any, v: Any, metadata: PrefillMetadata, options: Options, r
 
 def _array(name: str, x: Any) -> Any:
     if isinstance(x, np.ndarray):
+        if x.dtype.kind in "OSUMm" or not x.dtype.isnative or jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:  # float64 would silently become float32
+            raise input_error(name, f"dtype {x.dtype.str}", "a dtype that JAX has as it is", "float64 needs jax_enable_x64; other bytes, a conversion.")
         return jnp.asarray(x)
     if not isinstance(x, jax.Array):
         raise input_error(name, type(x).__name__, "a jax.Array or a NumPy array", "mla_interop.mla_prefill takes arrays of any framework.")

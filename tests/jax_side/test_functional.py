@@ -259,3 +259,11 @@ def test_frontends_say_the_same() -> None:
                 call(*(give(x.copy()) for x in (q, k, v)), **mistake)
             texts.add((refusal.type, str(refusal.value)))
         assert len(texts) == 1, texts
+
+
+@pytest.mark.parametrize("dtype", ["float64", ">f4", "O", "U1"])
+def test_numpy_arrays_that_jax_would_change_or_not_take(dtype: str) -> None:
+    """float64 became float32 without a word where 64-bit types are off."""
+    x = np.zeros((2, 3, 8), dtype)
+    with pytest.raises(MLAInputError, match="q: got dtype .*; allowed: a dtype that JAX has as it is"):
+        jax_side.mla_prefill(x, x, x)
