@@ -34,7 +34,7 @@ demo: $(STAMP)
 # Runs one notebook from top to bottom; NOTEBOOK=notebooks/03_lse_and_merging.ipynb, say, runs another.
 NOTEBOOK ?= notebooks/01_first_prefill.ipynb
 notebook: $(STAMP)
-	$(BIN)/python -m nbconvert --log-level=ERROR --KernelManager.transport=ipc --execute --to html --output-dir notebooks-output $(NOTEBOOK)
+	$(BIN)/python -m nbconvert --log-level=ERROR --ExecutePreprocessor.extra_arguments=--IPKernelApp.log_level=40 --execute --to html --output-dir notebooks-output $(NOTEBOOK)
 	@echo "$(NOTEBOOK) ran; open $(CURDIR)/notebooks-output/$(basename $(notdir $(NOTEBOOK))).html in a browser."
 	@echo "To work in the notebooks: $(BIN)/pip install jupyterlab && $(BIN)/python -m jupyter lab notebooks"
 
