@@ -112,6 +112,10 @@ if not getattr(PrefillMetadata, "_is_jax_pytree", False):  # importlib.reload ru
 def _call(q: Any, k: Any, v: Any, metadata: PrefillMetadata, options: Options, route: str) -> Any:
     if options.backend is None and metadata.bounds.backend is not None:
         options = options._replace(backend=metadata.bounds.backend)
+    for array in (metadata.cu_seqlens_q, metadata.cu_seqlens_k):
+        if not isinstance(array, (np.ndarray, jax.Array)):
+            advice = "Prepare metadata with jax_side.prepare_metadata, or with mla_interop.prepare_metadata for every framework."
+            raise input_error("metadata, cu_seqlens", f"lengths in a {type(array).__module__}.{type(array).__name__}", "NumPy or JAX arrays", advice)
     call = resolve(*_specs(q, k, v), options, metadata.bounds.num_seqs, metadata.has_lengths)
     bound = bind(call, metadata, k.shape[0], exact=False)
     if bound.empty:

@@ -52,7 +52,7 @@ def _imported(kind: str, array: Any, like: Any) -> Any:
         except Exception as error:
             raise MLAInputError(f"k, v: a {type(array).__name__} cannot enter torch without a copy ({error}).") from error
     if framework_of(array) == "numpy":
-        return importlib.import_module("jax.numpy").asarray(array)
+        return array  # jax_side takes it, and refuses what JAX would silently narrow
     # JAX takes compact arrays only, and says so in words of its own; torch's view of the same memory can be made compact.
     try:
         return importlib.import_module("jax").dlpack.from_dlpack(array)

@@ -267,3 +267,17 @@ def test_numpy_arrays_that_jax_would_change_or_not_take(dtype: str) -> None:
     x = np.zeros((2, 3, 8), dtype)
     with pytest.raises(MLAInputError, match="q: got dtype .*; allowed: a dtype that JAX has as it is"):
         jax_side.mla_prefill(x, x, x)
+
+
+def test_metadata_in_another_frameworks_arrays_is_refused() -> None:
+    """JAX would say that a torch tensor is no valid type, and not which argument holds it."""
+    torch_side = pytest.importorskip("torch_side")
+    metadata = torch_side.prepare_metadata([0, 3, 7], device="cpu")
+    with pytest.raises(MLAInputError, match=r"metadata, cu_seqlens: got lengths in a torch\.Tensor; allowed: NumPy or JAX arrays"):
+        jax_side.mla_prefill(*arrays(), metadata=metadata)
+
+
+def test_the_neutral_door_does_not_narrow_what_comes_beside_a_jax_array() -> None:
+    q, k, v = arrays()
+    with pytest.raises(MLAInputError, match="k: got dtype"):
+        mla_interop.mla_prefill(q, np.asarray(k, np.float64), v)
