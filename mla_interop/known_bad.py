@@ -106,7 +106,7 @@ def known_bad(versions: Mapping[str, str]) -> list[Finding]:
         if all(name in numbers for name in rule.packages) and rule.bad(*(numbers[name] for name in rule.packages)):
             found.append(Finding(" with ".join(f"{name} {versions[name]}" for name in rule.packages), rule.why, rule.do))
     for name, oldest in stated_minima().items():
-        if name in numbers and numbers[name] < oldest:
+        if name in numbers and numbers[name] < oldest and not any(each.found == f"{name} {versions[name]}" for each in found):
             wanted = ".".join(map(str, oldest))
             found.append(Finding(f"{name} {versions[name]}", f"mla-interop needs {wanted} or later", f"pip install '{name}>={wanted}'"))
     return found
@@ -118,8 +118,12 @@ def stated_minima() -> dict[str, Version]:
         stated = requires("mla-interop") or []
     except PackageNotFoundError:
         return {}
+    oldest: dict[str, Version] = {}
     parts = [re.match(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?[^;]*?[>=]=\s*([0-9.]+)", text) for text in stated]
-    return {part[1].lower(): _numbers(part[2]) for part in parts if part}
+    for part in parts:
+        if part:  # extras may ask for different ones: the least of them
+            oldest[part[1].lower()] = min(_numbers(part[2]), oldest.get(part[1].lower(), _numbers(part[2])))
+    return oldest
 
 
 def _numbers(text: str) -> Version:

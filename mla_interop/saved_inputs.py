@@ -69,7 +69,7 @@ def read_npz(path: Path, dtype: str | None = None, bf16_bits: bool = False) -> I
         MLAInputError: It cannot be read, or holds something else.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:  # NumPy leaves a file that it opens open when it fails
             found = {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
         raise MLAInputError(f"{path}: cannot be read as .npz ({type(error).__name__}: {error}); numpy.savez(path, q=q, k=k, v=v) writes one.") from error
