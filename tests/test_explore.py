@@ -239,6 +239,19 @@ def test_timing() -> None:
         explore.timing(q, k, v, lengths=(63,))
 
 
+def test_a_backend_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it was named: then its error is the answer."""
+    q, k, v = problem()
+    monkeypatch.setattr(batch.Batch, "backends", lambda self: ["FLASH_ATTN", "REFERENCE"])
+    compared, timed = explore.compare(q, k, v, cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K), explore.timing(q, k, v, lengths=(3,), repeats=1)
+    assert compared.labels == ["float64", "REFERENCE"] and "device cpu" in compared.failed["FLASH_ATTN"]
+    assert [row["kernel"] for row in timed.rows] == ["REFERENCE.xp"] and "device cpu" in timed.failed["FLASH_ATTN (numpy)"]
+    for answer in (compared, timed):
+        assert "device cpu" in str(answer) and "device cpu" in answer._repr_html_()
+    with pytest.raises(MLAUnsupportedError, match="device cpu"):
+        explore.timing(q, k, v, backends="FLASH_ATTN", lengths=(3,))
+
+
 def test_committed_results_load(request: pytest.FixtureRequest, tmp_path) -> None:
     results = request.config.rootpath / "benchmarks" / "results"
     found = explore.load_results(results / "h200.json")

@@ -10,7 +10,7 @@ from mla_interop.backends.registry import parse_names
 from mla_interop.errors import MLAError, MLAUnsupportedError, input_error
 from mla_interop.explore import exact
 from mla_interop.explore.batch import Batch, check_array, make_batch, values
-from mla_interop.explore.table import Explored, Row, data_frame, html_table, needed, plain, text_table
+from mla_interop.explore.table import Explored, Row, data_frame, html_failed, html_table, needed, plain, text_failed, text_table
 from mla_interop.neutral import mla_prefill
 from mla_interop.numeric_check import NAMED_FACTORS
 
@@ -75,10 +75,10 @@ def _run(batch: Batch, named: Sequence[str] | None, frameworks: Sequence[str]) -
             label = name if len(frameworks) == 1 else f"{name} ({framework})"
             try:
                 out, lse = mla_prefill(local.q, local.k, local.v, backend=name, return_lse=True, **batch.options)
-            except MLAError as error:
+            except Exception as error:  # a package may raise anything; it must not hide what the others gave
                 if named is not None:
                     raise
-                failed[label] = str(error)
+                failed[label] = str(error) if isinstance(error, MLAError) else f"{type(error).__name__}: {error}"
                 continue
             made[label] = values(out), values(lse)
     return made, failed
@@ -181,13 +181,12 @@ class Comparison(Explored):
             "worst rows:",
             *text_table(self.worst(5)),
         ]
-        return "\n".join([*parts, *(f"{label} failed: {why}" for label, why in self.failed.items())])
+        return "\n".join([*parts, *text_failed(self.failed)])
 
     def _repr_html_(self) -> str:
         shades = {(i, label): _shade(x) for i, line in enumerate(self.agreement) for label, x in zip(self.labels, line)}
         agreement = html_table(self.agreement_rows(), "agreement: relative difference of out", shades)
-        failed = html_table([{"failed": label, "why": why} for label, why in self.failed.items()], "") if self.failed else ""
-        return super()._repr_html_() + agreement + html_table(self.worst(5), "worst rows") + failed
+        return super()._repr_html_() + agreement + html_table(self.worst(5), "worst rows") + html_failed(self.failed)
 
 
 def _compared(batch: Batch, made: dict[str, tuple[Any, Any]], baseline: str, failed: dict[str, str]) -> Comparison:

@@ -2,9 +2,8 @@
 
 import importlib
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from mla_interop.bench.timing import per_call
 from mla_interop.capability import machine_name
 from mla_interop.errors import MLAError, MLAUnsupportedError, input_error
 from mla_interop.explore.batch import Batch, make_batch
-from mla_interop.explore.table import Explored, Row, needed
+from mla_interop.explore.table import Explored, Row, html_failed, needed, text_failed
 from mla_interop.neutral import mla_prefill
 
 
@@ -51,16 +50,21 @@ def timing(
     if lengths is not None and not len(lengths):
         raise input_error("lengths", repr(lengths), "numbers of tokens, or None")
     named = None if backends is None else parse_names("backends", backends)
-    rows = []
+    rows, failed = [], {}
     for batch in [whole] if lengths is None else [whole.first(int(length)) for length in lengths]:
         for framework in frameworks or (batch.framework,):
             local = batch.to(framework)
             for name in batch.backends() if named is None else named:
-                rows += _timed(local, framework, name, return_lse, repeats, must=named is not None)
+                try:
+                    rows.append(_timed(local, framework, name, return_lse, repeats))
+                except Exception as error:  # a package may raise anything; it must not hide what the others took
+                    if named is not None:
+                        raise
+                    failed[f"{name} ({framework})"] = str(error) if isinstance(error, MLAError) else f"{type(error).__name__}: {error}"
     if not rows:
-        raise MLAUnsupportedError("no backend can serve this here; mla_interop.explain says why.")
+        raise MLAUnsupportedError("\n  ".join(["no backend can serve this here; mla_interop.explain says why.", *text_failed(failed)]))
     first = "" if lengths is None else "the first rows, as one sequence, of "
-    return Timing(f"{first}{whole.words}\n{machine_name(whole.device[0])}", rows)
+    return Timing(f"{first}{whole.words}\n{machine_name(whole.device[0])}", rows, failed)
 
 
 def load_results(path: str | Path) -> "Timing":
@@ -87,10 +91,18 @@ class Timing(Explored):
         title: The machine, and the problem or the file.
         rows: ``problem`` (heads x tokens x sequences), ``framework``, ``name``, ``kernel``, ``us`` (median microseconds a call), ``us_min``, ``us_max``,
             ``tflops`` (achieved, 10^12 floating-point operations a second), and whatever a result file has beside them.
+        failed: Backends that nobody named and that failed, with why.
     """
 
     title: str
     rows: list[Row]
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "\n".join([super().__str__(), *text_failed(self.failed)])
+
+    def _repr_html_(self) -> str:
+        return super()._repr_html_() + html_failed(self.failed)
 
     def where(self, keep: Callable[[Row], bool] | None = None, **wanted: Any) -> "Timing":
         """The rows whose columns have the wanted values (or one of them, if it is a list), and which ``keep`` keeps.
@@ -133,18 +145,13 @@ class Timing(Explored):
         return needed("mla_interop.explore.pictures").times(self, what)
 
 
-def _timed(batch: Batch, framework: str, name: str, return_lse: bool, repeats: int, must: bool) -> list[Row]:
+def _timed(batch: Batch, framework: str, name: str, return_lse: bool, repeats: int) -> Row:
     tokens, heads, _ = batch.q.shape
     problem = f"{heads}x{tokens}x{len(batch.lengths.lengths_q)}"
-    try:
-        found = per_call(_runner(batch, framework, name, return_lse), repeats=repeats)
-    except MLAError:
-        if must:
-            raise
-        return []
-    head = {"problem": problem, "tokens": tokens, "framework": framework, "name": f"mla_interop{' + lse' if return_lse else ''}", "kernel": batch.kernel(name)}
-    tflops = batch.flops / found["us"] * 1e-6
-    return [{**head, **found, "tflops": tflops if math.isfinite(tflops) else None}]
+    found = per_call(_runner(batch, framework, name, return_lse), repeats=repeats)
+    ours = f"mla_interop{' + lse' if return_lse else ''}"
+    head = {"problem": problem, "tokens": tokens, "framework": framework, "name": ours, "kernel": batch.kernel(name)}
+    return {**head, **found, "tflops": batch.flops / found["us"] * 1e-6}
 
 
 def _runner(batch: Batch, framework: str, name: str, return_lse: bool) -> Callable[[int], None]:

@@ -113,5 +113,15 @@ def html_table(rows: Sequence[Mapping[str, Any]], caption: str, shades: Mapping[
     return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
+def text_failed(failed: Mapping[str, str]) -> list[str]:
+    """A line for each backend that failed."""
+    return [f"{label} failed: {why}" for label, why in failed.items()]
+
+
+def html_failed(failed: Mapping[str, str]) -> str:
+    """A table of the backends that failed, if any did."""
+    return html_table([{"failed": label, "why": why} for label, why in failed.items()], "") if failed else ""
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
