@@ -39,6 +39,7 @@ def warmup(
                 seen.add((step.what, step.file, step.why))
                 steps.append(step)
                 if not as_json:
+                    starting("")  # two lines cannot be on one
                     _print_step(step)
     calls = _first_calls(configs, backend) if first_call else []
     if as_json:
@@ -66,7 +67,7 @@ def _steps(config: Any, backend: str | None, jax: bool, starting: Any) -> Iterat
 
 
 def _progress(quiet: bool) -> Any:
-    """A context whose value is told what is being built: a spinner on a terminal's stderr."""
+    """A context whose value is told what is being built, or "" for nothing: a spinner on a terminal's stderr."""
     import contextlib
 
     screen = console(stderr=True)
@@ -76,7 +77,15 @@ def _progress(quiet: bool) -> Any:
     @contextlib.contextmanager
     def spin() -> Iterator[Any]:
         with screen.status("looking at what is there ...") as status:
-            yield lambda what: status.update(f"building for {what} ...")
+
+            def starting(what: str) -> None:
+                if what:
+                    status.update(f"building for {what} ...")
+                    status.start()
+                else:
+                    status.stop()
+
+            yield starting
 
     return spin()
 
