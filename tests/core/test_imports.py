@@ -28,7 +28,8 @@ def test_the_core_imports_no_framework_and_no_kernel_package() -> None:
 def test_every_module_of_the_core_can_be_imported_without_them() -> None:
     walk = (
         "import importlib, pkgutil, mla_interop.backends; "
-        "[importlib.import_module('mla_interop.' + m) for m in ('config', 'selector', 'selection_table', 'sequences', 'prefill', 'neutral', 'lse', 'exchange')]; "
+        "modules = 'config selector selection_table sequences prefill neutral lse exchange'.split(); "
+        "[importlib.import_module('mla_interop.' + m) for m in modules]; "
         "[importlib.import_module('mla_interop.backends.' + m.name) for m in pkgutil.iter_modules(mla_interop.backends.__path__)]"
     )
     assert not modules_after(walk) & (FRAMEWORKS | KERNEL_PACKAGES)
