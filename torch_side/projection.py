@@ -29,7 +29,7 @@ def weight_of(kv_b: Any, num_heads: int) -> torch.Tensor | None:
         return None
     if linear and (kv_b.bias is not None or kv_b._forward_hooks or kv_b._forward_pre_hooks or not kv_b.weight.is_floating_point()):
         return None
-    weight = kv_b.weight.t() if linear else kv_b
+    weight: torch.Tensor = kv_b.weight.t() if linear else kv_b  # pyright: ignore[reportCallIssue, reportAssignmentType]
     if weight.dim() != 2 or not num_heads or weight.shape[1] % num_heads:
         raise input_error("kv_b", f"a weight of {tuple(weight.shape)}", f"[L, N * (P + V)] with q's {num_heads} heads")
     return weight.detach().unflatten(1, (num_heads, -1)).transpose(0, 1)
