@@ -130,7 +130,7 @@ def times(files: list[dict[str, Any]]) -> str:
     captions = [caption(files[0])]
     for results in files[1:]:
         same = results["environment"] == files[0]["environment"]
-        captions.append(f"{MARK.strip()} From another run" + (f", with the same versions. {results.get('note', '')}" if same else f": {caption(results)}"))
+        captions.append(f"{MARK.strip()} From another run" + (f". {results.get('note', '')}" if same else f": {caption(results)}"))
     return "\n".join([*parts, *([around, ""] if around else []), "\n\n".join(captions).rstrip()])
 
 
