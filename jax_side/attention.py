@@ -97,6 +97,9 @@ def prepare_context_metadata(
         query_lens, context_lens, block_table: As there.
         device: A ``jax.Device`` or sharding; None: JAX's default device.
         **options: As there.
+
+    Raises:
+        MLAInputError, MLAUnsupportedError: As there.
     """
     if "num_context_rows" not in options and context_lens is not None:
         options["num_context_rows"] = context_bucket(int(np.sum(np.asarray(context_lens), dtype=np.int64)), options.get("block_size", 1))

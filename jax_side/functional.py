@@ -95,6 +95,9 @@ def prepare_metadata(cu_seqlens_q: Any, cu_seqlens_k: Any = None, *, device: Any
         cu_seqlens_q, cu_seqlens_k: As in ``mla_prefill``.
         device: A ``jax.Device`` or sharding; None: JAX's default device.
         **options: As in ``mla_interop.prepare_metadata``; ``config`` makes the work list of a backend that needs one.
+
+    Raises:
+        MLAInputError, MLAUnsupportedError: As there.
     """
     metadata = sequences.prepare_metadata(cu_seqlens_q, cu_seqlens_k, **options)
     if is_tracer(metadata.cu_seqlens_q):

@@ -16,7 +16,7 @@ from mla_interop.errors import MLAUnavailableError, input_error
 
 
 class DeviceCapability(NamedTuple):
-    """A CUDA compute capability, e.g. ``DeviceCapability(9, 0)`` for Hopper."""
+    """A CUDA compute capability, major and minor number, e.g. ``DeviceCapability(9, 0)`` for Hopper."""
 
     major: int
     minor: int

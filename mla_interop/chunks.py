@@ -80,7 +80,12 @@ def plan_chunks(context_lens: Any, max_rows: int, alignment: int = 1, end_at_gap
 
 
 def context_bucket(total: int, block_size: int = 1) -> int:
-    """A bucket for ``num_context_rows``: ``total`` rounded up to one of eight steps an octave, each a multiple of the block size."""
+    """A bucket for ``num_context_rows``: ``total`` rounded up to one of eight steps an octave, each a multiple of the block size.
+
+    Args:
+        total: Tokens of context of all requests.
+        block_size: Tokens of one cache block.
+    """
     if total <= 0:
         return 0
     step = max(1 << max(total.bit_length() - 4, 0), block_size)

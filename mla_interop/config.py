@@ -41,6 +41,9 @@ class MLAPrefillConfig:
         policy: ``"order"``: the first valid backend in the order. ``"measured"``: the fastest by a table of measured times, where one covers the
             problem. Default: measured, unless an order was set.
         self_check: Whether a kernel must pass :func:`mla_interop.self_check` on this machine before it is used (default: no).
+
+    Raises:
+        MLAInputError: A setting has a value that it cannot have. Names of backends are looked at where a configuration is put to use.
     """
 
     backend: Any = None
@@ -77,7 +80,11 @@ class MLAPrefillConfig:
 
     @classmethod
     def from_environment(cls) -> "MLAPrefillConfig":
-        """From ``MLA_INTEROP_*``; lists are separated by commas. An empty value is an error, not "unset" (vllm#22217)."""
+        """From ``MLA_INTEROP_*``; lists are separated by commas.
+
+        Raises:
+            MLAInputError: A value is not allowed. An empty one is an error, not "unset" (vllm#22217).
+        """
         texts = {name: os.environ[variable] for name, variable in ENVIRONMENT.items() if variable in os.environ}
         values: dict[str, object] = {}
         for name, text in texts.items():
@@ -176,7 +183,11 @@ def use_config(config: MLAPrefillConfig | Mapping[str, object]) -> Iterator[MLAP
 
 
 def current_config() -> MLAPrefillConfig:
-    """All that is set here and now, by :func:`use_config`, :func:`set_config` and the environment."""
+    """All that is set here and now, by :func:`use_config`, :func:`set_config` and the environment.
+
+    Raises:
+        MLAInputError: A variable of the environment has a value that is not allowed.
+    """
     config = MLAPrefillConfig.from_environment()
     for nearer in config_in_use():
         config = config if nearer is None else nearer.over(config)

@@ -66,6 +66,7 @@ MODELS: Mapping[str, Model] = {
     "mistral-small-4": _model(64, 64, 128, 32),
     "longcat-flash": _model(128, 64, 128, 64),
 }
+"""Public models by name: ``.dimensions`` (:class:`MLADimensions`) and ``.num_heads``, query heads before any tensor parallelism."""
 
 DEEPSEEK_R1 = MODELS["deepseek-r1"].dimensions
 
@@ -113,7 +114,11 @@ def dimensions_from_config(config: object) -> MLADimensions:
 
 
 def is_deepseek_r1_mla_compatible(config: object) -> bool:
-    """Whether a model has DeepSeek-R1's head dimensions (128, 64, 128), for which every kernel family was built."""
+    """Whether a model has DeepSeek-R1's head dimensions (128, 64, 128), for which every kernel family was built.
+
+    Args:
+        config: As in :func:`softmax_scale`. One that has no MLA dimensions, or cannot be read, is not compatible: nothing is raised.
+    """
     try:
         return dimensions_from_config(config) == DEEPSEEK_R1
     except MLAInputError:
@@ -129,7 +134,13 @@ def softmax_scale(config: object) -> float:
     """The scale a model multiplies its raw scores with: D ** -0.5, times yarn_mscale(factor, mscale_all_dim) squared.
 
     The factor is ``mscale_all_dim``'s, not ``mscale``'s (NVIDIA/Megatron-LM#1429), and is absent without YaRN.
-    ``mla_prefill`` never applies it by itself: pass the result as ``scale``.
+    ``mla_prefill`` never applies it by itself: pass the result as ``scale``. The magnitude factor is that of arXiv:2309.00071, section 3.4.
+
+    Args:
+        config: A ``transformers`` config, a mapping of a ``config.json``'s fields, or a path to one.
+
+    Raises:
+        MLAInputError: It cannot be read, or has no MLA dimensions.
     """
     fields = read_config(config)
     scale = dimensions_from_config(config).qk_head_dim ** -0.5

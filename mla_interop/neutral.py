@@ -26,8 +26,12 @@ def mla_prefill(q: Any, k: Any, v: Any, **options: Any) -> Any:
         **options: As there: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, metadata, scale, is_causal, return_lse, backend,
             fallback, padding, check; ``out`` for torch and NumPy.
 
+    Returns:
+        As there: ``out``, and with ``return_lse`` also float32 ``lse``, natural log, ``[N, T]`` packed or ``[B, N, T]`` dense.
+
     Raises:
         MLAInputError: Also for tracers: inside ``jax.jit`` use ``jax_side.mla_prefill``.
+        MLAUnsupportedError: No backend, or not the one asked for, can serve it; with every reason.
     """
     kind = framework_of(q)
     for name, array in (("q", q), ("k", k), ("v", v)):

@@ -48,6 +48,9 @@ class MLAPrefillSelectorConfig:
         flash_attn_version: 2, 3 or 4: the only generation that FLASH_ATTN may use; None: ``MLA_INTEROP_FLASH_ATTN_VERSION``, else any.
         num_tokens, num_seqs: T and B, where known, for the choice by measured times. Kept as the nearest power of two (on a logarithmic scale), so
             that batches of about one size get one kernel. 0 counts as unknown.
+
+    Raises:
+        MLAInputError: A dtype, device, size or flag is not one that a problem can have.
     """
 
     dtype: str = "bfloat16"
@@ -150,7 +153,15 @@ def select(config: MLAPrefillSelectorConfig, backend: Any = None, fallback: bool
 
 
 def get_mla_prefill_backend(config: MLAPrefillSelectorConfig, backend: Any = None, fallback: bool = False) -> type[MLAPrefillBackend]:
-    """The class that :func:`select` chooses, by the same rules; nothing is compiled or loaded."""
+    """The class that :func:`select` chooses, by the same rules; nothing is compiled or loaded.
+
+    Args:
+        config, backend, fallback: As for :func:`select`.
+
+    Raises:
+        MLAInputError: An unknown name.
+        MLAUnsupportedError: The explicit choice is not valid, or nothing is; with every reason.
+    """
     table = explain(config, backend, fallback)
     if table.chosen is None:
         raise MLAUnsupportedError(table.refusal())
@@ -169,7 +180,15 @@ def clear_cache() -> None:
 def explain(config: MLAPrefillSelectorConfig, backend: Any = None, fallback: bool = False) -> SelectionTable:
     """Which backends can serve ``config``, why the others cannot, and which one is chosen. Compiles and loads nothing.
 
-    The result prints as a table, shows as one in a notebook, and has ``to_dict``.
+    Args:
+        config: The problem.
+        backend, fallback: As for :func:`select`.
+
+    Returns:
+        A table that prints as text, shows itself in a notebook, and has ``to_dict()``, ``chosen`` (None where nothing can serve) and ``rows``.
+
+    Raises:
+        MLAInputError: An unknown name. That nothing can serve raises nothing here.
     """
     _check_config(config)
     settings = MLAPrefillConfig(backend=_hashable(backend), flash_attn_version=config.flash_attn_version).over(current_config())

@@ -48,5 +48,15 @@ def workspace_shapes(metadata: ContextMetadata, tokens: int, dimensions: MLADime
 def workspace_bytes(
     metadata: ContextMetadata, tokens: int, dimensions: MLADimensions, num_heads: int, kv_lora_rank: int, itemsize: int = 2, function: bool = False
 ) -> int:
-    """Bytes of :func:`workspace_shapes`, with ``itemsize`` bytes an element of q: known when the metadata is, before anything is allocated (vllm#42112)."""
+    """Bytes of memory that ``mla_attention`` needs besides its result: known when the metadata is, before anything is allocated (vllm#42112).
+
+    Args:
+        metadata: What ``prepare_context_metadata`` returned.
+        tokens: T, rows of q.
+        dimensions: P, R, V.
+        num_heads: N.
+        kv_lora_rank: L, the width of a latent without its rotary part.
+        itemsize: Bytes of one element of q.
+        function: Whether ``kv_b`` is a function (a quantized layer), and not a weight.
+    """
     return sum(workspace_shapes(metadata, tokens, dimensions, num_heads, kv_lora_rank, function).sizes(itemsize))

@@ -113,6 +113,9 @@ def prepare_context_metadata(
         query_lens, context_lens, block_table: As there.
         device: Where q and the cache are; None: the block table's device, if it is a tensor, else the CPU.
         **options: As there.
+
+    Raises:
+        MLAInputError, MLAUnsupportedError: As there.
     """
     if device is None:
         device = block_table.device if isinstance(block_table, torch.Tensor) else "cpu"
@@ -164,6 +167,9 @@ class MLAAttention(torch.nn.Module):
         kv_b_proj: As ``kv_b`` of :func:`mla_attention`; a module becomes a submodule. None: every call gives one.
         scale: Softmax scale; None: ``(P + R) ** -0.5``.
         backend: As in :func:`torch_side.mla_prefill`; an unknown name is refused here.
+
+    Raises:
+        MLAInputError: ``dimensions`` is something else, or the backend's name is unknown.
     """
 
     def __init__(self, dimensions: MLADimensions, kv_b_proj: Any = None, *, scale: float | None = None, backend: Any = None) -> None:
@@ -182,13 +188,18 @@ class MLAAttention(torch.nn.Module):
         Args:
             config: A ``transformers`` config, a mapping, or a path to a ``config.json``.
             kv_b_proj, backend: As above.
+
+        Raises:
+            MLAInputError: The configuration cannot be read, or has no MLA dimensions.
         """
         return cls(dimensions_from_config(config), kv_b_proj, scale=softmax_scale(config), backend=backend)
 
     def forward(
         self, q: torch.Tensor, kv_c: torch.Tensor | None, k_pe: torch.Tensor | None, *, metadata: ContextMetadata, kv_b_proj: Any = None, **options: Any
     ) -> Any:
-        """Attention of new tokens over themselves and their context; ``options`` are those of :func:`mla_attention`.
+        """Attention of new tokens over themselves and their context: q, kv_c, k_pe, metadata and ``options`` as in :func:`mla_attention`.
+
+        ``kv_b_proj`` takes the place of the module's own up-projection.
 
         Raises:
             MLAInputError: Also if there is no up-projection, neither here nor in the module.

@@ -28,7 +28,8 @@ def prepare_metadata(cu_seqlens_q: Any, cu_seqlens_k: Any = None, *, device: Any
         **options: As in ``mla_interop.prepare_metadata``.
 
     Raises:
-        MLAInputError: Also with ``changing``: no device, or the sizes of the buffers are not stated.
+        MLAInputError: As there; also with ``changing``: no device, or the sizes of the buffers are not stated.
+        MLAUnsupportedError: With ``config``: no backend can serve it.
     """
     metadata = sequences.prepare_metadata(cu_seqlens_q, cu_seqlens_k, **options)
     if device is None:

@@ -18,6 +18,9 @@ class MLAPrefill(torch.nn.Module):
         scale: Softmax scale; None: ``dimensions.qk_head_dim ** -0.5``. With YaRN, pass ``mla_interop.softmax_scale(config)``.
         is_causal: Bottom-right causal mask, or none.
         backend: As in :func:`torch_side.mla_prefill`; an unknown name is refused here.
+
+    Raises:
+        MLAInputError: ``dimensions`` is something else, or the backend's name is unknown.
     """
 
     def __init__(self, dimensions: MLADimensions, *, scale: float | None = None, is_causal: bool = True, backend: Any = None) -> None:

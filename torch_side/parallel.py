@@ -109,6 +109,9 @@ def prepare_context_parallel_metadata(
         group, first_row, is_causal: As there.
         num_tokens_q: T, where q has rows past the last sequence.
         device: Where q, k and v are; None leaves the copy to the first call.
+
+    Raises:
+        MLAInputError: The lengths, ``first_row`` or ``rows`` cannot be.
     """
     whole = prepare_neutral(cu_seqlens_q, cu_seqlens_k, num_tokens_q=num_tokens_q)
     first = dist.get_rank(group) * rows if first_row is None else first_row
