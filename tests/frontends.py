@@ -1,14 +1,18 @@
 """The ways into the package, as functions of a problem, so that one test runs through all of them; and how results are judged."""
 
+import contextlib
 import hashlib
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 from cases import Case, Problem
 
 import mla_interop
+from mla_interop.backends import registry
 from mla_interop.dimensions import MLADimensions
 from mla_interop.selector import MLAPrefillSelectorConfig
 
@@ -17,10 +21,22 @@ LSE_TOLERANCE = 1e-3  # absolute
 _SIGNED = {1: "i1", 2: "i2", 4: "i4", 8: "i8"}
 
 
+@contextlib.contextmanager
+def waiting_refused() -> Iterator[None]:
+    """Torch raises on what makes the host wait for the GPU. Turning that on warns that it is a prototype, and must be undone whatever happens."""
+    torch = pytest.importorskip("torch")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def to_torch(array: np.ndarray, device: str = "cpu") -> Any:
     """A torch tensor with the array's values and, in elements, its strides: views of a wider buffer stay views, on a GPU too."""
-    import torch
-
+    torch = pytest.importorskip("torch")
     base = array
     while isinstance(base.base, np.ndarray) and base.base.dtype == array.dtype:
         base = base.base
@@ -31,8 +47,7 @@ def to_torch(array: np.ndarray, device: str = "cpu") -> Any:
 
 def to_jax(array: np.ndarray, device: str = "cpu") -> Any:
     """A JAX array on the first device of a kind."""
-    import jax
-
+    jax = pytest.importorskip("jax")
     return jax.device_put(np.ascontiguousarray(array), jax.devices(device)[0])
 
 
@@ -45,8 +60,7 @@ def to_numpy(array: Any) -> np.ndarray:
 
 def run_torch(problem: Problem, device: str, **options: Any) -> tuple[Any, Any]:
     """``torch_side``, lengths from the host, out poisoned with NaN beforehand."""
-    import torch
-
+    torch = pytest.importorskip("torch")
     import torch_side
 
     q, k, v = (to_torch(x, device) for x in (problem.q, problem.k, problem.v))
@@ -56,8 +70,7 @@ def run_torch(problem: Problem, device: str, **options: Any) -> tuple[Any, Any]:
 
 def run_torch_device(problem: Problem, device: str, **options: Any) -> tuple[Any, Any]:
     """``torch_side`` with lengths that the host does not look at, as a serving stack has them: metadata without host values."""
-    import torch
-
+    torch = pytest.importorskip("torch")
     import torch_side
 
     q, k, v = (to_torch(x, device) for x in (problem.q, problem.k, problem.v))
@@ -69,6 +82,7 @@ def run_torch_device(problem: Problem, device: str, **options: Any) -> tuple[Any
 
 def run_jax(problem: Problem, device: str, **options: Any) -> tuple[Any, Any]:
     """``jax_side`` outside ``jax.jit``, lengths from the host."""
+    pytest.importorskip("jax")
     import jax_side
 
     q, k, v = (to_jax(x, device) for x in (problem.q, problem.k, problem.v))
@@ -77,8 +91,7 @@ def run_jax(problem: Problem, device: str, **options: Any) -> tuple[Any, Any]:
 
 def run_jit(problem: Problem, device: str, **options: Any) -> tuple[Any, Any]:
     """``jax_side`` inside ``jax.jit``, metadata as an argument, so that the lengths are traced; tails may hold anything."""
-    import jax
-
+    jax = pytest.importorskip("jax")
     import jax_side
 
     q, k, v = (to_jax(x, device) for x in (problem.q, problem.k, problem.v))
@@ -133,6 +146,13 @@ def _plan(problem: Problem, device: str, options: dict[str, Any]) -> dict[str, A
         return {}
     settings = {name: options[name] for name in ("is_causal", "scale") if options.get(name) is not None}
     return {"config": configuration(problem, device, False, **settings), "backend": options.get("backend")}
+
+
+def needs(backend: str) -> None:
+    """Skip where the backend lacks what has to be installed for it."""
+    missing = registry.backend_class(backend).unavailable_reasons()
+    if missing:
+        pytest.skip(f"{backend}: {'; '.join(missing)}")
 
 
 def configuration(problem: Problem, device: str, traced: bool, **settings: Any) -> MLAPrefillSelectorConfig:

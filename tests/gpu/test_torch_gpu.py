@@ -7,7 +7,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import MLA, offsets
-from frontends import LSE_TOLERANCE, TOLERANCE, to_numpy
+from frontends import LSE_TOLERANCE, TOLERANCE, to_numpy, waiting_refused
 
 import mla_interop
 from mla_interop import MLAUnsupportedError
@@ -165,13 +165,10 @@ def test_no_call_waits_for_the_device(kernel: str) -> None:
     bucket = changing(kernel, BATCHES[0])
     for lengths in ways:
         torch_side.mla_prefill(*inputs, **lengths, return_lse=True, backend=kernel)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_refused():
         for lengths in ways:
             torch_side.mla_prefill(*inputs, **lengths, return_lse=True, backend=kernel)
         torch_side.update_metadata(bucket, *map(offsets, BATCHES[1]))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     judge(*torch_side.mla_prefill(*inputs, metadata=bucket, return_lse=True, backend=kernel), inputs, BATCHES[1])
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from frontends import waiting_refused
 
 from mla_interop import MLAError
 from mla_interop.errors import MLAInputError
@@ -389,9 +390,6 @@ def test_on_a_gpu_only_the_mask_function_reads_back() -> None:
     attention, module = transformers.AttentionInterface()["mla_interop"], ours.model.layers[0].self_attn
     q, k, v = (torch.randn(3, 3, 40, dim, device="cuda", dtype=torch.bfloat16) for dim in (192, 192, 128))
     expected, _ = attention(module, q, k, v, made)  # copies lengths and indices to the device, and may build a kernel
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_refused():
         got, _ = attention(module, q, k, v, made)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(got, expected) and not got[~mask.bool()].any() and ids.is_cuda
