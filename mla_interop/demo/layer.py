@@ -61,10 +61,10 @@ class LayerInputs:
 
 
 def default_files() -> list[Path]:
-    """The project's README and docs in a checkout; in an installed package, which has neither, its own source files."""
+    """The project's README and some of its docs in a checkout; in an installed package, which has neither, its own source files."""
     package = Path(__file__).parents[1]
     root = package.parent
-    docs = [root / "README.md", root / "CHANGELOG.md", *sorted((root / "docs").glob("*.md"))]
+    docs = [root / name for name in ("README.md", "CHANGELOG.md", "docs/adding_a_backend.md", "docs/architecture.md", "docs/backends.md")]
     return docs if (root / "pyproject.toml").exists() and docs[0].exists() else sorted(package.glob("*.py"))[:4]
 
 
