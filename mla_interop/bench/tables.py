@@ -1,6 +1,6 @@
 """Tables for documents, rendered from result files: no number in a document is typed by hand.
 
-``python -m mla_interop.bench.tables`` rewrites the tables of README.md, between markers ``<!-- table:NAME -->``; ``--check`` says whether they are
+``python -m mla_interop.bench.tables`` rewrites the tables of ``DOCUMENTS``, between markers ``<!-- table:NAME -->``; ``--check`` says whether they are
 what it would write. It runs in a clone, where the result files are; a file that is not there is left out.
 """
 
@@ -21,6 +21,7 @@ from mla_interop.selector import MLAPrefillSelectorConfig, explain
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENTS = ("README.md", "docs/performance.md")
 # Of several files the first is the table's; a later one adds rows of what the earlier ones have not measured, each with a mark.
 SOURCES = {"gpu": ("h200.json", "h200_cudnn.json"), "cpu": ("cpu.json",), "layer": ("h200_layer_torch.json", "h200_layer_jax.json")}
 FLOORS = ("kernel object", "kernel in a CUDA graph")
@@ -186,13 +187,15 @@ def rewritten(text: str) -> str:
 
 
 def main() -> None:
-    """Rewrite README.md, or check it."""
-    path = ROOT / "README.md"
-    old = path.read_text()
-    new = rewritten(old)
-    if "--check" in sys.argv:
-        sys.exit(0 if new == old else "README.md: its tables are not those of benchmarks/results; run python -m mla_interop.bench.tables")
-    path.write_text(new)
+    """Rewrite the documents, or check them."""
+    for name in DOCUMENTS:
+        path = ROOT / name
+        old = path.read_text()
+        new = rewritten(old)
+        if "--check" not in sys.argv:
+            path.write_text(new)
+        elif new != old:
+            sys.exit(f"{name}: its tables are not those of benchmarks/results; run python -m mla_interop.bench.tables")
 
 
 if __name__ == "__main__":

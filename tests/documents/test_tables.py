@@ -1,4 +1,4 @@
-"""README.md: its code runs, its tables are those of the result files, and its links lead somewhere; and how tables are rendered."""
+"""Tables in the README and on the site are those of the result files, however they are rendered; and paths that documents name exist."""
 
 import json
 import re
@@ -7,48 +7,35 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pages
 import pytest
 
 from mla_interop.bench import tables
 
 README = (tables.ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("code", BLOCKS, ids=lambda code: code.splitlines()[0])
-def test_the_code_of_the_readme_runs(code: str) -> None:
-    for framework in ("torch", "jax"):
-        if re.search(rf"^import {framework}\b", code, flags=re.MULTILINE):
-            pytest.importorskip(framework)
-    names: dict[str, Any] = {}
-    exec(compile(code, "README.md", "exec"), names)
-    if "out" in names:
-        assert tuple(names["out"].shape) == (305, 16, 128) and tuple(names["lse"].shape) == (16, 305)
-        assert bool((names["out"] == names["out"]).all())
-
-
-def test_the_readme_has_code_for_both_frameworks_and_the_choice() -> None:
-    for needed in ("from torch_side import", "from jax_side import", "explain("):
-        assert any(needed in code for code in BLOCKS), needed
-    assert all(len(code.strip().splitlines()) <= 12 for code in BLOCKS)
-
-
-def test_its_tables_are_those_of_the_result_files() -> None:
+def test_tables_are_those_of_the_result_files() -> None:
     done = subprocess.run([sys.executable, "-m", "mla_interop.bench.tables", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert set(re.findall(r"<!-- table:(\w+) -->", README)) == {"explain", *tables.SOURCES}
+    for document in tables.DOCUMENTS:
+        found = re.findall(r"<!-- table:(\w+) -->", (tables.ROOT / document).read_text())
+        assert {"explain", *found} == {"explain", *tables.SOURCES}, document
+    assert "<!-- table:explain -->" in README
 
 
-def test_a_changed_number_is_noticed() -> None:
-    changed = re.sub(r"\*\*(\d)", r"**9\1", README, count=1)
-    assert changed != README and tables.rewritten(changed) == README
+@pytest.mark.parametrize("document", tables.DOCUMENTS)
+def test_a_changed_number_is_noticed(document: str) -> None:
+    text = (tables.ROOT / document).read_text()
+    changed = re.sub(r"\*\*(\d)", r"**9\1", text, count=1)
+    assert changed != text and tables.rewritten(changed) == text
 
 
-@pytest.mark.parametrize("document", ["README.md", "CHANGELOG.md", "docs/architecture.md", "docs/backends.md", "docs/adding_a_backend.md"])
+@pytest.mark.parametrize("document", [*map(pages.name, pages.PAGES), "CHANGELOG.md"])
 def test_links_and_paths_lead_somewhere(document: str) -> None:
     path = tables.ROOT / document
-    text = path.read_text()
-    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (path.parent / target).exists(), target
     for name in re.findall(r"`((?:mla_interop|torch_side|jax_side|tests|docs|benchmarks)/[\w/.]+)`", text):
         assert (tables.ROOT / name).exists(), name
