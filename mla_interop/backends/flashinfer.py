@@ -30,8 +30,7 @@ class FlashInferBackend(MLAPrefillBackend):
 
     @classmethod
     def kernels(cls, config: "MLAPrefillSelectorConfig") -> tuple[Sequence[Kernel], list[str]]:
-        """FA3 on compute capability 9.0, FA2 elsewhere: its LSE comes from probabilities rounded to 16 bits, FA3's does not. Before it, on 10.x,
-        the kernels that were made for it."""
+        """FA3 on compute capability 9.0 and FA2 after it, FA2 elsewhere; before it, on 10.x, the kernels that were made for that."""
         assert config.capability is not None  # validate_configuration refuses an unknown GPU first
         made: list[Kernel] = []
         refused: list[str] = []
@@ -41,11 +40,13 @@ class FlashInferBackend(MLAPrefillBackend):
                 refused += [f"{package.variant}: {reason}" for reason in reasons]
             else:
                 made.append(package.kernel(cls.name, config))
-        generation = 3 if config.capability == (9, 0) else 2
-        reasons = cls._reasons(config, generation)
-        if reasons:
-            return made, refused + [f"fa{generation}: {reason}" for reason in reasons]
-        return [*made, _kernel(config, generation)], refused
+        for generation in (3, 2) if config.capability == (9, 0) else (2,):
+            reasons = cls._reasons(config, generation)
+            if reasons:
+                refused += [f"fa{generation}: {reason}" for reason in reasons]
+            else:
+                made.append(_kernel(config, generation))
+        return made, refused
 
     @classmethod
     def _reasons(cls, config: "MLAPrefillSelectorConfig", generation: int) -> list[str]:

@@ -101,7 +101,8 @@ def run_tool(command: Sequence[str], what: str, env: Mapping[str, str] | None = 
     except FileNotFoundError as error:
         raise MLABuildError(f"cannot build {what}: {command[0]!r} is not on PATH; install a C++ compiler (g++).") from error
     if done.returncode != 0:
-        tail = "\n".join((done.stderr or done.stdout).strip().splitlines()[-25:])
+        # A compiler's command line can be thousands of characters: it would bury what the compiler said.
+        tail = "\n".join(line[:300] for line in (done.stderr or done.stdout).strip().splitlines()[-25:])
         raise MLABuildError(f"cannot build {what}: {command[0]} exited with {done.returncode}.\n{tail}")
 
 

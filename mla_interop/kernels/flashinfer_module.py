@@ -7,6 +7,7 @@ own, and kept in this package's cache under a key without machine paths: it can 
 """
 
 import ctypes
+import dataclasses
 import importlib.util
 import os
 import re
@@ -21,6 +22,7 @@ import numpy as np
 
 from mla_interop.errors import MLABuildError
 from mla_interop.installed import missing
+from mla_interop.kernels import flashinfer_corrections
 from mla_interop.kernels.build import cached, cached_path, compile_cpp, compile_cuda, find_nvcc, open_library, package_version, run_tool, wheel_folders
 
 # Whose raw argument order and work list were read and found to fit, first and last; only the first was built.
@@ -141,6 +143,8 @@ def upstream_module(generation: int, dtype: str, head_dim_qk: int, head_dim_v: i
 def _artefact(generation: int, dtype: str, head_dim_qk: int, head_dim_v: int, capability: tuple[int, int]) -> tuple[str, dict[str, object]]:
     key: dict[str, object] = {"flashinfer": _flashinfer_version(), "tvm_ffi": package_version("apache-tvm-ffi"), "generation": generation}
     key |= {"dtype": dtype, "head_dims": [head_dim_qk, head_dim_v], "capability": list(capability)}
+    if generation == 2:
+        key["corrections"] = flashinfer_corrections.REVISION
     return f"flashinfer_fa{generation}_{dtype}_{head_dim_qk}_{head_dim_v}", key
 
 
@@ -231,9 +235,20 @@ def _build_upstream(generation: str, dtype: str, head_dim_qk: str, head_dim_v: s
     dtypes = (element, element, element, torch.int32)
     no_rotary, no_window, no_soft_cap, no_fp16_sums = 0, False, False, False
     spec = gen_batch_prefill_module(f"fa{generation}", *dtypes, int(head_dim_qk), int(head_dim_v), no_rotary, no_window, no_soft_cap, no_fp16_sums)
+    if generation == "2":
+        spec = _with_corrections(spec)
     if not spec.is_aot:
         spec.build(verbose=False)
     shutil.copyfile(spec.get_library_path(), out)
+
+
+def _with_corrections(spec: Any) -> Any:
+    from flashinfer.jit.env import FLASHINFER_INCLUDE_DIR
+
+    # A name of its own: what FlashInfer itself built, or builds later, is neither taken nor replaced.
+    spec = dataclasses.replace(spec, name=f"mla_interop_{flashinfer_corrections.REVISION}_{spec.name}")
+    flags = flashinfer_corrections.write_corrected(Path(FLASHINFER_INCLUDE_DIR), spec.build_dir / "corrected")
+    return dataclasses.replace(spec, extra_cuda_cflags=[*flags, *(spec.extra_cuda_cflags or ())])
 
 
 if __name__ == "__main__":
