@@ -1,4 +1,4 @@
-# `make demo`, `make notebook` and `make test` do all. Each makes .venv and installs on first use only.
+# `make demo`, `make notebook`, `make docs` and `make test` do all. Each makes .venv and installs on first use only.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -8,12 +8,12 @@ BIN    := $(VENV)/bin
 TORCH_CPU ?= torch==2.13.0
 ifneq ($(wildcard /proc/driver/nvidia)$(shell command -v nvidia-smi),)
 FLAVOUR  := cuda13
-PACKAGES := -e ".[cuda13,demo,notebook,dev]"
+PACKAGES := -e ".[cuda13,demo,notebook,docs,dev]"
 MARKS    := not slow
 REQUIRE  := torch,jax,flash-attn-4,flashinfer
 else
 FLAVOUR  := cpu
-PACKAGES := "$(TORCH_CPU)" -e ".[torch,jax,flash-attn-4,demo,notebook,dev]"
+PACKAGES := "$(TORCH_CPU)" -e ".[torch,jax,flash-attn-4,demo,notebook,docs,dev]"
 MARKS    := not slow and not gpu
 REQUIRE  := torch,jax,flash-attn-4
 endif
@@ -26,7 +26,7 @@ export MLA_INTEROP_REQUIRE ?= $(REQUIRE)
 # Two processes: most of a test's time here is one thread's (imports, tracing, compilers).
 PYTEST_ARGS ?= -n 2
 
-.PHONY: demo notebook test test-all lint install clean
+.PHONY: demo notebook docs test test-all lint install clean
 
 demo: $(STAMP)
 	$(BIN)/mla-interop demo $(DEMO_ARGS)
@@ -37,6 +37,11 @@ notebook: $(STAMP)
 	$(BIN)/python -m nbconvert --log-level=ERROR --ExecutePreprocessor.extra_arguments=--IPKernelApp.log_level=40 --execute --to html --output-dir notebooks-output $(NOTEBOOK)
 	@echo "$(NOTEBOOK) ran; open $(CURDIR)/notebooks-output/$(basename $(notdir $(NOTEBOOK))).html in a browser."
 	@echo "To work in the notebooks: $(BIN)/pip install jupyterlab && $(BIN)/python -m jupyter lab notebooks"
+
+# Warnings are errors, as in the tests. Material's notice about its own successor is no warning about these pages.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --site-dir site
+	@echo "Open $(CURDIR)/site/index.html; with search: $(BIN)/python -m http.server --directory site"
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "$(MARKS)"
@@ -59,4 +64,4 @@ $(STAMP): pyproject.toml Makefile
 	@touch $@
 
 clean:
-	rm -rf $(VENV) demo-output notebooks-output dist build .pytest_cache .ruff_cache
+	rm -rf $(VENV) demo-output notebooks-output site dist build .pytest_cache .ruff_cache

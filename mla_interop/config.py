@@ -155,7 +155,10 @@ _for_context: contextvars.ContextVar[MLAPrefillConfig | None] = contextvars.Cont
 
 
 def set_config(config: MLAPrefillConfig | Mapping[str, object] | None) -> None:
-    """Make ``config`` (or a mapping of its attributes) the process's own, in every thread; None takes it back.
+    """Make ``config`` the process's own, in every thread.
+
+    Args:
+        config: Settings, or a mapping of their names; None takes back what was set.
 
     Raises:
         MLAInputError: A setting, or the name of a backend, is unknown.
@@ -169,6 +172,9 @@ def use_config(config: MLAPrefillConfig | Mapping[str, object]) -> Iterator[MLAP
     """Inside, calls of this thread (or task) use ``config``; what it leaves open comes from the configuration around it.
 
     A program that ``jax.jit`` has compiled, and a CUDA graph, keep the choice they were made with.
+
+    Args:
+        config: Settings, or a mapping of their names.
 
     Raises:
         MLAInputError: A setting, or the name of a backend, is unknown.

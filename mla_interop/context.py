@@ -107,7 +107,7 @@ def prepare_context_metadata(
     """Plan the chunks of a batch and make every array that a walk over them needs.
 
     Args:
-        query_lens: New tokens of each request, ``[B]``, on the host; or ``cu_seqlens_q``, ``[B + 1]``, instead.
+        query_lens, cu_seqlens_q: New tokens of each request, ``[B]``, or their cumulative lengths, ``[B + 1]``; one of the two, on the host.
         context_lens: Earlier tokens of each request, ``[B]``, on the host; None: no context.
         block_table: Integers ``[B, max_blocks]``: where each request's blocks lie in the cache; on the host, or an array on the device of the
             cache, which is not read back. Entries past a request's context may hold anything.

@@ -91,6 +91,9 @@ def register_mla_prefill_backend(name: str, *, override: bool = False, before: s
 def unregister_mla_prefill_backend(name: str) -> None:
     """Take back the newest registration of ``name``: what it overrode serves again.
 
+    Args:
+        name: As it was registered.
+
     Raises:
         MLAInputError: Nothing is registered under that name; built-in backends cannot be removed.
     """

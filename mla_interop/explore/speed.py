@@ -70,6 +70,9 @@ def timing(
 def load_results(path: str | Path) -> "Timing":
     """The times in a result file of ``mla-interop bench`` or of the layer benchmark.
 
+    Args:
+        path: The JSON file.
+
     Raises:
         MLAInputError: It is no such file.
     """

@@ -13,6 +13,9 @@ import pytest
 from mla_interop import clear_cache, set_config
 from mla_interop.backends import registry
 
+# Inductor's own imports, the first time that torch.compile is used in a process.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+
 
 @pytest.fixture(autouse=True)
 def as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:

@@ -88,6 +88,8 @@ def test_the_page_of_notebooks_with_and_without_rendered_ones(tmp_path: Path, re
     docs = tmp_path / "docs"
     for folder in (docs / "notebooks", tmp_path / "notebooks"):
         folder.mkdir(parents=True)
+    (docs / "reference").mkdir()
+    (docs / "reference" / "explore.md").write_text("# Reference\n")
     for name in ("site_hooks.py", "notebooks.md"):
         (docs / name).write_text((pages.ROOT / "docs" / name).read_text())
     (docs / "notebooks.md").rename(docs / "index.md")
