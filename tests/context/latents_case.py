@@ -4,15 +4,14 @@ import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import oracle
-from cases import DTYPES, offsets
+from cases import numpy_dtype, offsets
 
 from mla_interop.dimensions import MLADimensions
 
 DIMS = MLADimensions(qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=24)
-FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+FP8 = numpy_dtype("float8_e4m3fn")
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +41,7 @@ class LatentCase:
 
     def __post_init__(self) -> None:
         random = np.random.default_rng(zlib.crc32(repr((self.query_lens, self.context_lens, self.block_size, self.heads)).encode()))
-        dtype, width, dims = DTYPES[self.dtype], self.rank + self.dims.qk_rope_head_dim, self.dims
+        dtype, width, dims = numpy_dtype(self.dtype), self.rank + self.dims.qk_rope_head_dim, self.dims
         tokens = sum(self.query_lens) + self.tail
         latents = [random.standard_normal((c + n, width)).astype(dtype) for c, n in zip(self.context_lens, self.query_lens)]
         q = random.standard_normal((tokens, self.heads, dims.qk_head_dim)).astype(dtype)

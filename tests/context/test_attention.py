@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import DTYPES
-from frontends import to_jax, to_numpy, to_torch
+from frontends import needs, to_jax, to_numpy, to_torch
 from latents_case import DIMS, LatentCase, assert_near
 
 import mla_interop
@@ -27,6 +27,7 @@ def layer(case: LatentCase, frontend: str, layout: str = "exact", new: bool = Tr
     names = ("q", "kv_c", "k_pe", "cache", "weight")
     options = {"scale": case.scale, "return_lse": True, "backend": backend, "cache_scale": case.cache_scale}
     if frontend == "torch":
+        pytest.importorskip("torch")
         import torch_side
 
         q, kv_c, k_pe, cache, weight = (to_torch(a[name]) for name in names)
@@ -34,8 +35,7 @@ def layer(case: LatentCase, frontend: str, layout: str = "exact", new: bool = Tr
         return torch_side.mla_attention(q, kv_c if new else None, k_pe if new else None, weight, metadata=metadata, cache=cache, **options)
     if frontend == "numpy":
         return by_walk(case, mla_interop.prepare_context_metadata(**prepared), new)
-    import jax
-
+    jax = pytest.importorskip("jax")
     import jax_side
 
     metadata = jax_side.prepare_context_metadata(**{"num_context_rows": None, **prepared})
@@ -76,6 +76,7 @@ def test_a_batch_without_a_new_token(frontend: str, query_lens: tuple[int, ...])
     case = LatentCase(query_lens, (5, 40)[: len(query_lens)])
     assert_near(layer(case, frontend), case.expected())
     if frontend == "torch":
+        pytest.importorskip("torch")
         import torch_side
 
         a = {name: to_torch(x) for name, x in case.arrays.items() if name != "latents"}
@@ -94,6 +95,7 @@ def test_block_sizes(frontend: str, block_size: int) -> None:
 @pytest.mark.parametrize("backend", ["CPU_SDPA", "REFERENCE"])
 @pytest.mark.parametrize("frontend", ["torch", "jit"])
 def test_every_backend_of_this_machine(frontend: str, backend: str) -> None:
+    needs(backend)
     assert_near(layer(MIXED, frontend, "padded", backend=backend, workspace_rows=64), MIXED.expected())
 
 
@@ -112,8 +114,7 @@ def test_sixteen_bits(frontend: str, dtype: str) -> None:
 
 
 def test_jax_makes_k_exactly_in_sixteen_bits() -> None:
-    import jax.numpy as jnp
-
+    jnp = pytest.importorskip("jax.numpy")
     from jax_side.attention import _projection
 
     a = LatentCase((9,), (0,), dtype="bfloat16").arrays

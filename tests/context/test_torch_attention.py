@@ -1,5 +1,6 @@
 """What only ``torch_side`` has: modules, projections of every kind, workspaces, and a cache that is written in place."""
 
+import importlib
 import math
 from typing import Any
 
@@ -18,6 +19,12 @@ from torch_side import projection  # noqa: E402
 
 CASE = LatentCase((5, 3, 9), (70, 0, 131))
 NAMES = ("q", "kv_c", "k_pe", "cache", "weight")
+
+
+def side_of(frontend: str) -> Any:
+    """The package of a frontend; what a process lacks is skipped."""
+    pytest.importorskip(frontend)
+    return importlib.import_module(f"{frontend}_side")
 
 
 def arguments(case: LatentCase = CASE, workspace_rows: int = 48, **settings: Any) -> tuple[dict[str, Any], Any]:
@@ -139,7 +146,7 @@ def test_a_whole_prefill_chunk_after_chunk(frontend: str, cache_dtype: str) -> N
     whole.arrays.update(latents=latents, q=random.standard_normal(whole.arrays["q"].shape).astype(np.float32))
     expected, table = whole.expected(), np.array([[5, 1, 0, 6], [2, 7, 4, 3]])
     q, done, outs = whole.arrays["q"], [0, 0], [[], []]
-    side = torch_side if frontend == "torch" else __import__("jax_side")
+    side = side_of(frontend)
     give = to_torch if frontend == "torch" else np.asarray
     cache = torch.full((9, block, 56), math.nan).to(getattr(torch, cache_dtype))
     cache = cache if frontend == "torch" else np.full((9, block, 56), math.nan, np.float32 if scale is None else FP8)
@@ -165,7 +172,7 @@ def test_a_whole_prefill_chunk_after_chunk(frontend: str, cache_dtype: str) -> N
 
 @pytest.mark.parametrize("frontend", ["torch", "jax"])
 def test_writing_touches_its_slots_alone(frontend: str) -> None:
-    side = torch_side if frontend == "torch" else __import__("jax_side")
+    side = side_of(frontend)
     give = (lambda x: torch.from_numpy(x.copy())) if frontend == "torch" else np.asarray
     cache, rows = np.arange(3 * 4 * 5, dtype=np.float32).reshape(3, 4, 5), -np.ones((4, 5), np.float32)
     for slots in ([-1, 7, -1, 2], [-1] * 4, [0, 11, 5, 6], [3, -1, -1, -1]):
@@ -179,7 +186,7 @@ def test_writing_touches_its_slots_alone(frontend: str) -> None:
 @pytest.mark.parametrize("frontend", ["torch", "jax"])
 def test_fp8_values_are_clipped(frontend: str) -> None:
     """What is out of range would be NaN."""
-    side = torch_side if frontend == "torch" else __import__("jax_side")
+    side = side_of(frontend)
     give = torch.from_numpy if frontend == "torch" else np.asarray
     cache = torch.zeros(1, 2, 3).to(torch.float8_e4m3fn) if frontend == "torch" else np.zeros((1, 2, 3), FP8)
     made = side.write_latent_cache(cache, give(np.array([[1e6, -1e6, 3.0]], np.float32)), None, give(np.array([1])), 0.5)

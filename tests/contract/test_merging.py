@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from cases import YARN_SCALE, offsets
-from frontends import to_jax, to_torch
+from cases import YARN_SCALE, numpy_dtype, offsets
+from frontends import needs, to_jax, to_torch
 from merging import check, one_pass
 
 import mla_interop
@@ -17,24 +17,26 @@ SPLITS = {"256+16": ((256, 0, 40), (16, 5, 1)), "16+256": ((16, 3, 0), (256, 1, 
 @pytest.mark.parametrize("frontend", ["torch", "jax", "numpy"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_context_and_new_tokens_merge_to_one_pass(backend: str, frontend: str, split: str) -> None:
-    import ml_dtypes
-
+    needs(backend)
     if frontend == "torch":
+        pytest.importorskip("torch")
         import torch_side
 
         call, give = torch_side.mla_prefill, to_torch
     elif frontend == "jax":
+        pytest.importorskip("jax")
         import jax_side
 
         call, give = jax_side.mla_prefill, to_jax
     else:
         call, give = mla_interop.mla_prefill, np.asarray
-    check(one_pass(*SPLITS[split], heads=2, dtype=np.dtype(ml_dtypes.bfloat16)), backend, call, give, "bfloat16")
+    check(one_pass(*SPLITS[split], heads=2, dtype=numpy_dtype("bfloat16")), backend, call, give, "bfloat16")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_long_context_in_float32(backend: str) -> None:
     """4096 + 16: the split of the report."""
+    needs(backend)
     check(one_pass((4096,), (16,), heads=1, dtype=np.dtype(np.float32)), backend, mla_interop.mla_prefill, np.asarray, "float32")
 
 

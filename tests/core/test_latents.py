@@ -3,13 +3,14 @@
 import importlib
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from frontends import to_numpy
 
 from mla_interop.errors import MLAInputError
 from mla_interop.latents import expand_k, gather
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
 
 DTYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn"]
 

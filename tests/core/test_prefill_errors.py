@@ -9,6 +9,7 @@ import pytest
 
 import mla_interop
 from mla_interop import MLAInputError, MLAUnsupportedError
+from mla_interop.backends import registry
 from mla_interop.backends.registry import names
 from mla_interop.exchange import TensorSpec
 from mla_interop.prefill import Options, resolve
@@ -209,7 +210,7 @@ def test_numpy_arrays_that_only_numpy_can_describe() -> None:
     fields = tuple(np.zeros(x.shape, [("flag", "i1"), ("value", "f4")])["value"] for x in plain)
     for field, x in zip(fields, plain, strict=True):
         field[...] = x
-    for backend in ("CPU_SDPA", "REFERENCE"):
+    for backend in [name for name in ("CPU_SDPA", "REFERENCE") if not registry.backend_class(name).unavailable_reasons()]:
         expected = mla_interop.mla_prefill(*plain, backend=backend, return_lse=True)
         for made, right in zip(mla_interop.mla_prefill(*fields, backend=backend, return_lse=True), expected, strict=True):
             np.testing.assert_array_equal(made, right)
