@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -106,9 +107,16 @@ def prepare_metadata(cu_seqlens_q: Any, cu_seqlens_k: Any = None, *, device: Any
     return metadata.with_arrays(*arrays)
 
 
+class _FieldName(str):
+    """Iterates as one name: JAX before 0.10 takes each of ``drop_fields`` apart into letters, and then misses the field."""
+
+    def __iter__(self) -> Iterator[str]:
+        yield str(self)
+
+
 if not getattr(PrefillMetadata, "_is_jax_pytree", False):  # importlib.reload runs this again; JAX refuses a second registration
     # By its fields' names, so that no Python runs when a jitted function takes it. What only the host knows stays outside.
-    jax.tree_util.register_dataclass(PrefillMetadata, ["cu_seqlens_q", "cu_seqlens_k", "plan"], ["bounds"], ["host", "_memo"])
+    jax.tree_util.register_dataclass(PrefillMetadata, ["cu_seqlens_q", "cu_seqlens_k", "plan"], ["bounds"], [_FieldName("host"), _FieldName("_memo")])
     PrefillMetadata._is_jax_pytree = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
