@@ -18,6 +18,8 @@ from mla_interop.exchange import is_tracer
 from mla_interop.latent_cache import rows_to_store
 from mla_interop.sequences import PrefillMetadata
 
+WRITTEN_OUT = 4  # chunks of the padded layout, above which they are a loop
+
 
 def mla_attention(
     q: Any,
@@ -156,7 +158,16 @@ def _projection(weight: Any, dimensions: MLADimensions, num_heads: int) -> Calla
 
 
 def _scan(step: Callable[[Any, Any, PrefillMetadata], Any], carry: Any, metadata: ContextMetadata) -> Any:
-    """A loop over the padded layout's chunks inside the program: one body, and memory for one chunk, however many there are."""
+    """A loop over the padded layout's chunks inside the program: memory for one chunk however many there are, and one body where they are many.
+
+    A few are written out, so that XLA fuses the accumulator's conversions into the first merge and the last. There a chunk's rows are
+    known only when the chunk before is attended: else its keys could be made, and need memory, at the same time.
+    """
+    if metadata.bounds.num_chunks <= WRITTEN_OUT:
+        for rows, chunk in zip(metadata.rows, _unstacked(metadata).chunks, strict=True):
+            lse, rows = jax.lax.optimization_barrier((carry[1], rows))
+            carry = step((carry[0], lse), rows, chunk)
+        return carry
     stack = metadata.chunks[0] if len(metadata.chunks) == 1 else _stacked(metadata.chunks)
     return jax.lax.scan(lambda carry, chunk: (step(carry, *chunk), None), carry, (metadata.rows, stack))[0]
 

@@ -18,13 +18,14 @@ CHAIN = {"gpu": 10, "cpu": 1}
 def contenders(problem: Problem, q: Any, k: Any, v: Any, dtype: str) -> Iterator[Contender]:
     """All of them; q, k, v are torch tensors, whose memory JAX shares where it can (it takes no strided V)."""
     arrays = tuple(jax.dlpack.from_dlpack(x.contiguous()) for x in (q, k, v))
+    state = [jnp.copy(arrays[0]), jnp.copy(arrays[2])]
     for backend, kernel in kernels_here(problem, q.device.type, dtype):
         for lse in with_lse(kernel):
-            yield _frontend(problem, arrays, dtype, q.device.type, f"{backend}.{kernel.variant}", lse)
-    yield from _fa4_jax(problem, arrays)
+            yield from _frontend(problem, arrays, state, dtype, q.device.type, f"{backend}.{kernel.variant}", lse)
+    yield from _fa4_jax(problem, arrays, state)
     if len(set(problem.lengths)) == 1:
-        yield _jax_nn(problem, arrays, False)
-        yield _jax_nn(problem, arrays, True)
+        yield from _jax_nn(problem, arrays, state, False)
+        yield from _jax_nn(problem, arrays, state, True)
 
 
 def _chained(step: Callable[..., Any], calls: int) -> Callable[..., Any]:
@@ -45,10 +46,12 @@ def _chained(step: Callable[..., Any], calls: int) -> Callable[..., Any]:
     return program
 
 
-def _contender(name: str, kernel: str, step: Callable[..., Any], arguments: tuple[Any, ...], unpack: Callable[[Any], tuple[Any, Any]]) -> Contender:
+def _contender(
+    name: str, kernel: str, step: Callable[..., Any], arguments: tuple[Any, ...], state: list[Any], unpack: Callable[[Any], tuple[Any, Any]]
+) -> Contender:
+    """In one program; ``state`` has the q and v that chains hand on, of all contenders."""
     calls = CHAIN[arguments[0].devices().pop().platform]
     once, chain = jax.jit(step), jax.jit(_chained(step, calls), donate_argnums=(0, 2))
-    state = [jnp.copy(arguments[0]), jnp.copy(arguments[2])]
 
     def run(n: int) -> None:
         made = None
@@ -63,22 +66,37 @@ def _contender(name: str, kernel: str, step: Callable[..., Any], arguments: tupl
     return Contender(name, "jax", kernel, result, run, calls)
 
 
+def _outside_jit(name: str, kernel: str, step: Callable[..., Any], arguments: tuple[Any, ...]) -> Contender:
+    """Call by call from Python, as in a notebook: every operation that is not in a jitted function is a program of its own."""
+
+    def run(n: int) -> None:
+        made = None
+        for _ in range(n):
+            made = step(*arguments)
+        jax.block_until_ready(made)
+
+    return Contender(f"{name}, outside jit", "jax", kernel, lambda: (_torch(step(*arguments)), None), run)
+
+
 def _torch(array: Any) -> Any:
     jax.block_until_ready(array)
     return torch.from_dlpack(array)
 
 
-def _frontend(problem: Problem, arrays: tuple[Any, ...], dtype: str, device: str, backend: str, lse: bool) -> Contender:
+def _frontend(problem: Problem, arrays: tuple[Any, ...], state: list[Any], dtype: str, device: str, backend: str, lse: bool) -> Iterator[Contender]:
     """``jax_side.mla_prefill`` with prepared metadata, which is an argument of the program."""
     metadata = jax_side.prepare_metadata(problem.cu_seqlens, config=config_for(problem, device, dtype, lse), backend=backend)
 
     def step(q: Any, k: Any, v: Any, metadata: Any) -> Any:
         return jax_side.mla_prefill(q, k, v, metadata=metadata, backend=backend, return_lse=lse)
 
-    return _contender(f"mla_interop{' + lse' if lse else ''}", backend, step, (*arrays, metadata), lambda made: made if lse else (made, None))
+    name = f"mla_interop{' + lse' if lse else ''}"
+    yield _contender(name, backend, step, (*arrays, metadata), state, lambda made: made if lse else (made, None))
+    if not lse:
+        yield _outside_jit(name, backend, step, (*arrays, metadata))
 
 
-def _fa4_jax(problem: Problem, arrays: tuple[Any, ...]) -> Iterator[Contender]:
+def _fa4_jax(problem: Problem, arrays: tuple[Any, ...], state: list[Any]) -> Iterator[Contender]:
     try:
         from fa4_jax import flash_attn_varlen
     except Exception:
@@ -90,10 +108,10 @@ def _fa4_jax(problem: Problem, arrays: tuple[Any, ...]) -> Iterator[Contender]:
         def step(q: Any, k: Any, v: Any, cu: Any, lse: bool = lse) -> Any:
             return flash_attn_varlen(q, k, v, cu, cu, causal=True, return_lse=lse)
 
-        yield _contender(f"fa4-jax{' + lse' if lse else ''}", "", step, (*arrays, cu), lambda made, lse=lse: made if lse else (made, None))
+        yield _contender(f"fa4-jax{' + lse' if lse else ''}", "", step, (*arrays, cu), state, lambda made, lse=lse: made if lse else (made, None))
 
 
-def _jax_nn(problem: Problem, arrays: tuple[Any, ...], lse: bool) -> Contender:
+def _jax_nn(problem: Problem, arrays: tuple[Any, ...], state: list[Any], lse: bool) -> Iterator[Contender]:
     """What JAX itself has: V padded by hand, cuDNN on a GPU; its LSE is in the output's dtype."""
     batch, length = len(problem.lengths), problem.lengths[0]
     implementation = "cudnn" if arrays[0].devices().pop().platform == "gpu" else None
@@ -107,4 +125,6 @@ def _jax_nn(problem: Problem, arrays: tuple[Any, ...], lse: bool) -> Contender:
         return out if residual is None else (out, residual.reshape(-1, problem.heads).T)
 
     name = f"jax.nn.dot_product_attention, V padded{' + lse' if lse else ''}"
-    return _contender(name, "", step, arrays, lambda made: made if lse else (made, None))
+    yield _contender(name, "", step, arrays, state, lambda made: made if lse else (made, None))
+    if not lse:
+        yield _outside_jit(name, "", step, arrays)

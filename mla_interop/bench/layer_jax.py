@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 import jax_side
-from mla_interop.bench.layer import Layer
-from mla_interop.bench.timing import per_call
+from mla_interop.bench.layer import LOOP_S, ROUNDS, Layer
+from mla_interop.bench.timing import side_by_side
 from mla_interop.workspace import workspace_bytes
 
 
@@ -26,13 +26,14 @@ def jax_rows(layer: Layer, device: str, backend: str) -> Iterator[dict[str, Any]
 
     programs = {"layer": (whole, (*(given[name] for name in ("q", "kv_c", "k_pe", "weight", "cache")), metadata))}
     programs |= _parts(layer, given, jax_side.prepare_context_metadata(**options, num_context_rows=None), backend)
-    for name, (function, arguments) in programs.items():
-        program = jax.jit(function).lower(*arguments).compile()
+    compiled = {name: jax.jit(function).lower(*arguments).compile() for name, (function, arguments) in programs.items()}
+    times = side_by_side({name: (_looped(program, programs[name][1]), 1) for name, program in compiled.items()}, ROUNDS, LOOP_S)
+    for name, program in compiled.items():
         analysis = program.memory_analysis()
         row = {"framework": "jax", "backend": backend, "name": name, "chunks": metadata.bounds.num_chunks, "workspace_bytes": planned}
         if analysis is not None and device == "cuda":
             row["peak_extra_bytes"] = int(analysis.temp_size_in_bytes)
-        yield {**row, **per_call(_looped(program, arguments), target_s=0.05)}
+        yield {**row, **times[name]}
 
 
 def _looped(program: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[[int], None]:
@@ -64,4 +65,5 @@ def _parts(layer: Layer, given: dict[str, Any], metadata: Any, backend: str) -> 
         return made
 
     cut = {name: [x[:size] for size in sizes] for name, x in (("latents", latents), ("k", k), ("v", v))}
-    return {"part: products": (products, (cut["latents"], weight)), "part: attention": (attention, (q, cut["k"], cut["v"], metadata))}
+    parts = {"part: products": (products, (cut["latents"], weight)), "part: attention": (attention, (q, cut["k"], cut["v"], metadata))}
+    return {**parts, "parts": (lambda a, b: (products(*a), attention(*b)), (parts["part: products"][1], parts["part: attention"][1]))}

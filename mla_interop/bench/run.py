@@ -1,6 +1,7 @@
 """Runs the contenders and writes what they took, beside the machine, the versions and the date."""
 
 import datetime
+import functools
 import json
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,9 +10,10 @@ from typing import Any
 
 from mla_interop.bench.overheads import host_costs
 from mla_interop.bench.problems import CPU_PROBLEMS, GPU_PROBLEMS, Problem, errors, expected, inputs
-from mla_interop.bench.timing import per_call
+from mla_interop.bench.timing import side_by_side
 from mla_interop.capability import machine_name
 from mla_interop.kernels.build import package_version
+from mla_interop.progress import Progress, silent
 
 DISTRIBUTIONS = (
     "mla-interop",
@@ -40,7 +42,12 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def measure(
-    device: str, dtypes: Sequence[str], problems: Iterable[Problem] | None = None, only: str = "", report: Callable[[dict[str, Any]], None] = lambda row: None
+    device: str,
+    dtypes: Sequence[str],
+    problems: Iterable[Problem] | None = None,
+    only: str = "",
+    report: Callable[[dict[str, Any]], None] = lambda row: None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Run every contender on every problem.
 
@@ -50,38 +57,49 @@ def measure(
         problems: None: the device's own.
         only: Run only contenders whose framework, name or kernel contains this.
         report: Called with each row as it is ready.
+        progress: Told how far it is.
 
     Returns:
         ``{"environment": ..., "host": [...], "rows": [...]}``; times in microseconds a call, errors against float64.
     """
     if problems is None:
         problems = GPU_PROBLEMS if device == "cuda" else CPU_PROBLEMS
-    rows = []
-    for problem in problems:
-        for dtype in dtypes:
-            for row in _rows(problem, device, dtype, only):
-                rows.append(row)
-                report(row)
+    rows, parts = [], [(problem, dtype) for problem in problems for dtype in dtypes]
+    for index, (problem, dtype) in enumerate(parts):
+        for row in _rows(problem, device, dtype, only, functools.partial(progress, index / (len(parts) + 1))):
+            rows.append(row)
+            report(row)
+    progress(len(parts) / (len(parts) + 1), "what surrounds the kernels")
     return {"environment": environment(device), "rows": rows, "host": host_costs()}
 
 
-def _rows(problem: Problem, device: str, dtype: str, only: str) -> Iterator[dict[str, Any]]:
+def _rows(problem: Problem, device: str, dtype: str, only: str, starting: Callable[[str], None]) -> Iterator[dict[str, Any]]:
     from mla_interop.bench import jax_contenders, torch_contenders
 
+    starting(f"{problem.name}, {dtype}: the answer in float64")
     q, k, v = inputs(problem, device, dtype)
     truth = expected(problem, q, k, v)
     for module in (torch_contenders, jax_contenders):
+        rows: list[dict[str, Any]] = []
+        runs: dict[int, tuple[Callable[[int], None], int]] = {}
         for contender in module.contenders(problem, q, k, v, dtype):
             words = f"{contender.framework} {contender.name} {contender.kernel}"
             if only not in words:
                 continue
+            starting(f"{problem.name}, {dtype}: {words}")
             head = {"problem": problem.name, "dtype": dtype, "framework": contender.framework, "name": contender.name, "kernel": contender.kernel}
             try:
-                found = errors(contender.result(), truth)
-                row = {**head, **found, **per_call(contender.run, contender.calls_in_a_run)}
-                row["tflops"] = problem.flops / row["us"] * 1e-6
+                head |= errors(contender.result(), truth)
+                contender.run(1)
+                runs[len(rows)] = contender.run, contender.calls_in_a_run
             except Exception as error:
-                row = {**head, "failed": f"{type(error).__name__}: {str(error)[:300]}"}
+                head["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
+            rows.append(head)
+        times = side_by_side(runs)
+        for number, row in enumerate(rows):
+            if number in times:
+                row |= times[number]
+                row["tflops"] = problem.flops / row["us"] * 1e-6
             yield row
 
 

@@ -13,13 +13,22 @@ from mla_interop.capability import device_capability, machine_name
 from mla_interop.dimensions import Model
 from mla_interop.errors import MLAUnsupportedError
 from mla_interop.measured import device_key, user_table
+from mla_interop.progress import Progress, silent, told, within
 from mla_interop.selector import MLAPrefillSelectorConfig, clear_cache, explain, kernels_of
 
 _GPU_SHAPES = ((512, 1), (2048, 1), (4096, 1), (1024, 8))  # tokens of a sequence, sequences
 _CPU_SHAPES = ((128, 1), (512, 1), (128, 8))
 
 
-def tune(model: Model, device: str, dtype: str, heads: tuple[int, ...], seconds: float, report: Callable[[dict[str, Any]], None] = lambda row: None) -> Path:
+def tune(
+    model: Model,
+    device: str,
+    dtype: str,
+    heads: tuple[int, ...],
+    seconds: float,
+    report: Callable[[dict[str, Any]], None] = lambda row: None,
+    progress: Progress = silent,
+) -> Path:
     """Measure, and write this machine's table, from which the next choice is made.
 
     Args:
@@ -29,6 +38,7 @@ def tune(model: Model, device: str, dtype: str, heads: tuple[int, ...], seconds:
         heads: Numbers of heads.
         seconds: When to stop: what could not be measured by then is left out. A kernel that has to be built first may take longer.
         report: Called with each row of results, in the form of ``mla_interop.bench.run``, as it is ready.
+        progress: Told how far it is.
 
     Returns:
         The path of the table.
@@ -38,8 +48,8 @@ def tune(model: Model, device: str, dtype: str, heads: tuple[int, ...], seconds:
     """
     end, rows = time.monotonic() + seconds, []
     problems = [equal(count, tokens, batch) for tokens, batch in (_CPU_SHAPES if device == "cpu" else _GPU_SHAPES) for count in heads]
-    for problem in problems:
-        for row in _rows(model, problem, device, dtype, end):
+    for index, problem in enumerate(problems):
+        for row in _rows(model, problem, device, dtype, end, within(progress, index / len(problems), (index + 1) / len(problems))):
             rows.append(row)
             report(row)
     if not any("us" in row for row in rows):
@@ -52,7 +62,7 @@ def tune(model: Model, device: str, dtype: str, heads: tuple[int, ...], seconds:
     return path
 
 
-def _rows(model: Model, problem: Problem, device: str, dtype: str, end: float) -> Iterator[dict[str, Any]]:
+def _rows(model: Model, problem: Problem, device: str, dtype: str, end: float, progress: Progress) -> Iterator[dict[str, Any]]:
     """One row for each kernel; REFERENCE is measured on a CPU, where it can be the best there is."""
     import torch
 
@@ -64,21 +74,20 @@ def _rows(model: Model, problem: Problem, device: str, dtype: str, end: float) -
     kind = getattr(torch, dtype)
     q, k, v = (torch.randn(problem.tokens, problem.heads, width, device=device).to(kind) for width in (dims[0], dims[0], dims[1]))
     valid = [row.backend for row in explain(config).rows if row.valid and (device == "cpu" or row.backend != "REFERENCE")]
-    for name in valid:
-        for kernel in kernels_of(name, config):
-            if time.monotonic() > end:
-                return
-            wanted = f"{name}.{kernel.variant}"
+    kernels = [f"{name}.{kernel.variant}" for name in valid for kernel in kernels_of(name, config)]
+    for wanted in told(kernels, progress, lambda kernel: f"{problem.name}, {kernel}"):
+        if time.monotonic() > end:
+            return
 
-            def run(count: int, wanted: str = wanted) -> None:
-                for _ in range(count):
-                    torch_side.mla_prefill(q, k, v, metadata=metadata, backend=wanted)
-                if device == "cuda":
-                    torch.cuda.synchronize()
+        def run(count: int, wanted: str = wanted) -> None:
+            for _ in range(count):
+                torch_side.mla_prefill(q, k, v, metadata=metadata, backend=wanted)
+            if device == "cuda":
+                torch.cuda.synchronize()
 
-            head = {"problem": problem.name, "dtype": dtype, "dims": dims, "framework": "torch", "name": "mla_interop", "kernel": wanted}
-            try:
-                measured: dict[str, Any] = per_call(run, repeats=3, target_s=0.004)
-            except Exception as error:
-                measured = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
-            yield {**head, **measured}
+        head = {"problem": problem.name, "dtype": dtype, "dims": dims, "framework": "torch", "name": "mla_interop", "kernel": wanted}
+        try:
+            measured: dict[str, Any] = per_call(run, repeats=3, target_s=0.004)
+        except Exception as error:
+            measured = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
+        yield {**head, **measured}

@@ -14,7 +14,7 @@ import numpy as np
 
 from mla_interop.bench.problems import QK_HEAD_DIM, V_HEAD_DIM, Problem, equal
 from mla_interop.bench.run import environment, save
-from mla_interop.bench.timing import per_call
+from mla_interop.bench.timing import side_by_side
 
 CHAIN = 10
 PROBLEM = equal(128, 4096, 1)
@@ -80,14 +80,45 @@ def jax_rows(problem: Problem, device: str, dtype: str, num_devices: int) -> Ite
                 yield _row(head, lambda some, name=name, by_hand=by_hand: contender(name, by_hand, some), devices)
 
 
+def torch_rows(problem: Problem, device: str, dtype: str, num_devices: int) -> Iterator[dict[str, Any]]:
+    """``torch_side``: each device its heads, called in turn by one thread, with every kernel of this machine."""
+    import torch
+
+    import torch_side
+    from mla_interop.bench.problems import inputs
+    from mla_interop.bench.torch_contenders import kernels_here
+
+    if device != "cuda":
+        return
+    whole = inputs(problem, device, dtype)
+
+    def contender(kernel: str, devices: list[Any]) -> tuple[Callable[[int], None], Any]:
+        metadata = [torch_side.prepare_metadata(problem.cu_seqlens, device=where) for where in devices]
+        operands = list(zip(*([part.to(where) for part, where in zip(x.chunk(len(devices), dim=1), devices)] for x in whole), metadata))
+
+        def call() -> list[Any]:
+            return [torch_side.mla_prefill(q, k, v, metadata=m, backend=kernel) for q, k, v, m in operands]
+
+        def run(n: int) -> None:
+            for _ in range(n * CHAIN):
+                call()
+            for where in devices:
+                torch.cuda.synchronize(where)
+
+        return run, np.concatenate([part.float().cpu().numpy() for part in call()], axis=1)
+
+    devices = [torch.device(device, index) for index in range(num_devices)]
+    for backend, kernel in kernels_here(problem, device, dtype):
+        name = f"{backend}.{kernel.variant}"
+        yield _row({"framework": "torch", "name": "mla_prefill", "kernel": name}, lambda some, name=name: contender(name, some), devices)
+
+
 def _row(head: dict[str, Any], make: Callable[[list[Any]], tuple[Callable[[int], None], Any]], devices: list[Any]) -> dict[str, Any]:
     """One row: ``make(devices)`` gives what to run, and a result that must not depend on the devices."""
     try:
-        times, results = [], []
-        for some in (devices[:1], devices):
-            run, result = make(some)
-            times.append(per_call(run, CHAIN)["us"])
-            results.append(result)
+        runs, results = zip(*map(make, (devices[:1], devices)))
+        found = side_by_side({number: (run, CHAIN) for number, run in enumerate(runs)})
+        times = [found[number]["us"] for number in range(2)]
         norm = float(np.linalg.norm(results[0]))
         difference = float(np.linalg.norm(results[1] - results[0])) / (norm or math.inf)
         return {**head, "one_us": times[0], "all_us": times[1], "ratio": times[1] / times[0], "difference": difference}
@@ -95,7 +126,7 @@ def _row(head: dict[str, Any], make: Callable[[list[Any]], tuple[Callable[[int],
         return {**head, "failed": f"{type(error).__name__}: {str(error)[:300]}"}
 
 
-FRAMEWORKS: dict[str, Callable[[Problem, str, str, int], Iterator[dict[str, Any]]]] = {"jax": jax_rows}
+FRAMEWORKS: dict[str, Callable[[Problem, str, str, int], Iterator[dict[str, Any]]]] = {"jax": jax_rows, "torch": torch_rows}
 
 
 def main() -> None:

@@ -51,6 +51,8 @@ def test_runs(page: Path) -> None:
     run(page, gpu=False)
 
 
+# A page's other blocks use float32, which runs anywhere: on a GPU that is REFERENCE, with its warning.
+@pytest.mark.filterwarnings("ignore:no kernel can serve this on the GPU")
 @pytest.mark.gpu
 @pytest.mark.parametrize("page", [page for page in pages.with_code() if any(block.needs_gpu for block in pages.blocks(page))], ids=pages.name)
 def test_runs_with_a_gpu(page: Path) -> None:
