@@ -15,6 +15,7 @@ from mla_interop.errors import MLAError, input_error
 from mla_interop.kernels.build import cache_dir, package_version
 from mla_interop.known_bad import known_bad
 from mla_interop.numeric_check import SelfCheck, self_check
+from mla_interop.progress import Progress, silent, told
 from mla_interop.selection_table import SelectionTable
 from mla_interop.selector import MLAPrefillSelectorConfig, explain, kernels_of
 from mla_interop.version import __version__
@@ -101,15 +102,11 @@ def tables(devices: list[DeviceProperties]) -> list[SelectionTable]:
     return [explain(config) for config in (*configs, MLAPrefillSelectorConfig(dimensions=DEEPSEEK_R1, num_heads=16, device_type="cpu"))]
 
 
-def self_checks() -> list[SelfCheck]:
+def self_checks(progress: Progress = silent) -> list[SelfCheck]:
     """A self-check of every kernel that can serve DeepSeek's dimensions here, on each kind of device; loading one may build it first."""
-    found: list[SelfCheck] = []
-    for table in tables(gpus()[:1]):
-        for row in table.rows:
-            if row.valid:
-                for kernel in kernels_of(row.backend, table.config):
-                    found.append(self_check(f"{row.backend}.{kernel.variant}", table.config.device_type))
-    return found
+    rows = [(row.backend, table.config) for table in tables(gpus()[:1]) for row in table.rows if row.valid]
+    kernels = [(f"{name}.{kernel.variant}", config.device_type) for name, config in rows for kernel in kernels_of(name, config)]
+    return [self_check(name, device) for name, device in told(kernels, progress, lambda each: f"checking {each[0]} on {each[1]}")]
 
 
 def target_settings(gpu: str | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ For both masks, with and without LSE: the libraries of every kernel that may be 
 """
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import time
@@ -17,6 +18,7 @@ from mla_interop.backends.base import Kernel
 from mla_interop.backends.registry import backend_class
 from mla_interop.errors import MLAError
 from mla_interop.kernels.build import cache_dir
+from mla_interop.progress import Progress, silent
 from mla_interop.selector import MLAPrefillSelectorConfig, explain, kernels_of
 
 State = Literal["built", "was there", "nothing to build", "left out", "failed"]
@@ -54,9 +56,7 @@ class Step:
         return dataclasses.asdict(self)
 
 
-def warm_up(
-    config: MLAPrefillSelectorConfig, backends: Sequence[str] = (), *, jax: bool = True, starting: Callable[[str], None] = lambda what: None
-) -> Iterator[Step]:
+def warm_up(config: MLAPrefillSelectorConfig, backends: Sequence[str] = (), *, jax: bool = True, progress: Progress = silent) -> Iterator[Step]:
     """Build, and say what was done, step by step. What fails is a step too, and stops no other.
 
     Args:
@@ -64,16 +64,16 @@ def warm_up(
         backends: Names as in ``select``, all of which are built. None named: the one that is chosen, and those that are the fastest at any shape for
             which times were measured on such a device.
         jax: Whether to build XLA's handler too.
-        starting: Called with what is about to be built.
+        progress: Told how far it is, and what is about to be built.
     """
     combinations = [dataclasses.replace(config, is_causal=causal, needs_lse=lse) for causal in (True, False) for lse in (True, False)]
     wanted = list(backends) or _choices(config)
     seen: set[Path] = set()
-    for name in wanted:
-        for each in combinations:
-            yield from _kernel(name, each, bool(backends), seen, starting)
+    jobs = [(name, each) for name in wanted for each in combinations]
+    for index, (name, each) in enumerate(jobs):
+        yield from _kernel(name, each, bool(backends), seen, functools.partial(progress, index / (len(jobs) + jax)))
     if jax:
-        yield _handler(starting)
+        yield _handler(functools.partial(progress, len(jobs) / (len(jobs) + 1)))
     if not backends:
         yield from _left_out(config, set(wanted))
 
@@ -122,7 +122,7 @@ def _without_parts(kernel: Kernel) -> str:
 
 
 def _build(what: str, build: Callable[[], Path], starting: Callable[[str], None], detail: str) -> Step:
-    starting(detail)
+    starting(f"building {detail}")
     there = set(cache_dir().glob("*.so"))
     start = time.perf_counter()
     try:
@@ -141,7 +141,7 @@ def _handler(starting: Callable[[str], None]) -> Step:
         return Step(XLA_HANDLER, "left out", why="JAX is not installed")
     from mla_interop.kernels import xla
 
-    starting(XLA_HANDLER)
+    starting("importing JAX")
     try:
         importlib.import_module("jax")
     except (Exception, SystemExit) as error:  # packages raise whatever they like (oumi#2586)

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from mla_interop.cli.output import JSON, require
+from mla_interop.cli.output import JSON, progress_bar, require
 from mla_interop.errors import input_error
+from mla_interop.progress import told, within
 
 
 def bench(
@@ -44,9 +45,12 @@ def bench(
         took = f"{row['us']:10.1f} us" if "us" in row else row["failed"]
         print(f"  {row['framework']:<5} {row['name']:<36} {row['kernel']:<20} {took}")
 
-    results = run.measure(device, dtype.split(","), [known[name] for name in names], only, said)
-    if soak:
-        results["soak"] = [overheads.soak(device), overheads.torch_soak(device)]
+    with progress_bar("looking around", quiet=as_json) as progress:
+        results = run.measure(device, dtype.split(","), [known[name] for name in names], only, said, within(progress, 0.0, 0.5 if soak else 1.0))
+        if soak:
+            soaks = {"inside jax.jit": overheads.soak, "from torch": overheads.torch_soak}
+            each = told([*soaks.items()], within(progress, 0.5, 1.0), lambda item: f"a million calls {item[0]}")
+            results["soak"] = [call(device) for _, call in each]
     if output is not None:
         run.save(results, output)
     if as_json:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mla_interop.cli.output import JSON, NO, console, model_named, plain, working
+from mla_interop.cli.output import JSON, NO, console, model_named, plain, progress_bar
 from mla_interop.errors import MLAUnavailableError, input_error
 
 # What rounding explains in every kernel family: out relative (Frobenius norm), lse absolute.
@@ -55,7 +55,7 @@ def compare(
     if device not in ("cpu", "cuda"):
         raise input_error("device", repr(device), "cpu or cuda")
     given = _inputs(file, dtype, bf16, model, heads, tokens, context, seed, device)
-    with working("comparing", quiet=as_json):
+    with progress_bar("comparing", quiet=as_json) as progress:
         found = explore.compare(
             *given.arrays(device),
             backends=backend.split(",") if backend else None,
@@ -66,7 +66,9 @@ def compare(
             cu_seqlens_k=given.cu_seqlens_k,
             scale=given.scale if scale is None else scale,
             is_causal=not full and given.is_causal is not False,
+            progress=progress,
         )
+        progress(0.8, "drawing where they differ")
         drawn = "" if no_picture else _draw(found, picture)
     limit = _MAX_ERROR.get(given.dtype, _MAX_ERROR_16_BITS) if max_error is None else max_error
     deviating = {row["result"]: why for row in found.rows if (why := _deviates(row, limit, max_lse_error))}

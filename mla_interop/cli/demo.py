@@ -2,11 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from mla_interop.cli.output import JSON, require, working
+from mla_interop.cli.output import JSON, progress_bar, require
 
 
 def demo(
@@ -30,8 +30,9 @@ def demo(
 
     from mla_interop.demo.run import run_demo
 
-    with working("a layer in every path", quiet=as_json):
-        report = run_demo(files or (), model=model, config=config, output=output, max_tokens=max_tokens, dtype=dtype, device=device, seed=seed)
+    settings: Any = dict(model=model, config=config, output=output, max_tokens=max_tokens, dtype=dtype, device=device, seed=seed)
+    with progress_bar("reading the texts", quiet=as_json) as progress:
+        report = run_demo(files or (), **settings, progress=progress)
     if as_json:
         print(json.dumps(report.to_dict(), indent=2))
     else:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mla_interop.cli.output import JSON, NO, console, plain, print_table, working
+from mla_interop.cli.output import JSON, NO, console, plain, print_table, progress_bar
 
 
 def doctor(
@@ -18,9 +18,9 @@ def doctor(
     """
     from mla_interop import doctor
 
-    with working("checking every backend" if self_check else "looking around", quiet=as_json):
+    with progress_bar("looking around", quiet=as_json) as progress:
         found = doctor.look()
-        checks = doctor.self_checks() if self_check else []
+        checks = doctor.self_checks(progress) if self_check else []
     if as_json:
         made = {**found, "backends": [table.to_dict() for table in found["backends"]]}
         print(json.dumps(made | ({"self_check": [check.to_dict() for check in checks]} if self_check else {}), indent=2))

@@ -2,12 +2,15 @@
 
 import contextlib
 import importlib
+import os
+import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 
 from mla_interop.errors import MLAUnavailableError, input_error
+from mla_interop.progress import Progress, silent
 
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -52,11 +55,24 @@ def console(stderr: bool = False) -> Any:
 
 
 @contextlib.contextmanager
-def working(what: str, quiet: bool = False) -> Iterator[None]:
-    """A sign of life while something takes long: on a terminal's stderr, so that stdout holds results alone."""
-    screen = console(stderr=True)
-    with screen.status(f"{what} ...") if screen.is_terminal and not quiet else contextlib.nullcontext():
-        yield
+def progress_bar(what: str, quiet: bool = False) -> Iterator[Progress]:
+    """A bar while something takes long, with what is being done and how much is: on a terminal's stderr, and gone at the end.
+
+    stdout holds results alone, so a pipe or file there gets nothing of it. Until the first share is known, the bar only moves.
+    """
+    if quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        yield silent
+        return
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+    from rich.table import Column
+
+    text = TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+    columns = (text, BarColumn(bar_width=24), TaskProgressColumn(), TimeElapsedColumn())
+    # Results that are printed meanwhile go above the bar; but they are stdout's, where that is not this terminal.
+    with Bar(*columns, console=console(stderr=True), transient=True, expand=True, redirect_stdout=sys.stdout.isatty()) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda share, what: bar.update(task, total=1.0, completed=share, description=what)
 
 
 def print_table(table: Any) -> None:

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mla_interop.cli.output import JSON, model_named, require
+from mla_interop.cli.output import JSON, model_named, progress_bar, require
 from mla_interop.errors import input_error
 
 
@@ -32,5 +32,6 @@ def tune(
                 f"{row['problem']:<16} {row['kernel']:<24} {row['us']:10.1f} us" if "us" in row else f"{row['problem']:<16} {row['kernel']:<24} {row['failed']}"
             )
 
-    path = tune(model_named(model), device, dtype, tuple(map(int, counts.split(","))), seconds, said)
+    with progress_bar("looking around", quiet=as_json) as progress:
+        path = tune(model_named(model), device, dtype, tuple(map(int, counts.split(","))), seconds, said, progress)
     print(path.read_text() if as_json else f"kept in {path}", end="" if as_json else "\n")

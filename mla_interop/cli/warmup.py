@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from mla_interop.cli.output import JSON, NO, console, mib, model_named, plain
+from mla_interop.cli.output import JSON, NO, console, mib, model_named, plain, progress_bar
+from mla_interop.progress import Progress, told, within
 
 _COLOURS = {"built": "green", "was there": "green", "nothing to build": "dim", "left out": "yellow", "failed": "red"}
 
@@ -31,17 +32,16 @@ def warmup(
 
     configs = [_config(model, gpu, each, heads) for each in dtype.split(",")]
     steps, seen = [], set()
-    with _progress(quiet=as_json) as starting:
-        for config in configs:
-            for step in _steps(config, backend, jax, starting):
+    with progress_bar("looking at what is there", quiet=as_json) as progress:
+        for index, config in enumerate(configs):
+            for step in _steps(config, backend, jax, within(progress, index / len(configs), (index + 1) / len(configs))):
                 if (step.what, step.file, step.why) in seen:
                     continue
                 seen.add((step.what, step.file, step.why))
                 steps.append(step)
                 if not as_json:
-                    starting("")  # two lines cannot be on one
                     _print_step(step)
-    calls = _first_calls(configs, backend) if first_call else []
+        calls = _first_calls(configs, backend, progress) if first_call else []
     if as_json:
         made = {"cache": str(cache_dir()), "steps": [step.to_dict() for step in steps]}
         print(json.dumps(made | ({"first_calls": [call.to_dict() for call in calls]} if first_call else {}), indent=2))
@@ -59,35 +59,11 @@ def _config(model: str, gpu: str | None, dtype: str, heads: int | None) -> Any:
     return MLAPrefillSelectorConfig(dtype=dtype, dimensions=known.dimensions, num_heads=heads or known.num_heads, **target_settings(gpu))
 
 
-def _steps(config: Any, backend: str | None, jax: bool, starting: Any) -> Iterator[Any]:
+def _steps(config: Any, backend: str | None, jax: bool, progress: Progress) -> Iterator[Any]:
     from mla_interop.backends.registry import parse_names
     from mla_interop.warmup import warm_up
 
-    yield from warm_up(config, parse_names("backend", backend.split(",")) if backend else (), jax=jax, starting=starting)
-
-
-def _progress(quiet: bool) -> Any:
-    """A context whose value is told what is being built, or "" for nothing: a spinner on a terminal's stderr."""
-    import contextlib
-
-    screen = console(stderr=True)
-    if quiet or not screen.is_terminal:
-        return contextlib.nullcontext(lambda what: None)
-
-    @contextlib.contextmanager
-    def spin() -> Iterator[Any]:
-        with screen.status("looking at what is there ...") as status:
-
-            def starting(what: str) -> None:
-                if what:
-                    status.update(f"building for {what} ...")
-                    status.start()
-                else:
-                    status.stop()
-
-            yield starting
-
-    return spin()
+    yield from warm_up(config, parse_names("backend", backend.split(",")) if backend else (), jax=jax, progress=progress)
 
 
 def _print_step(step: Any) -> None:
@@ -116,11 +92,10 @@ def _print_end(steps: list[Any], calls: list[Any], folder: Any) -> None:
         screen.print(plain(f"first call of {call.frontend}: {said}"))
 
 
-def _first_calls(configs: list[Any], backend: str | None) -> list[Any]:
+def _first_calls(configs: list[Any], backend: str | None, progress: Progress) -> list[Any]:
     import importlib.util
 
     from mla_interop.capability import device_capability
-    from mla_interop.cli.output import working
     from mla_interop.errors import MLAUnavailableError
     from mla_interop.first_call import FRONTENDS
     from mla_interop.first_call import first_call as measure
@@ -130,8 +105,7 @@ def _first_calls(configs: list[Any], backend: str | None) -> list[Any]:
         if config.device_type == "cuda" and device_capability("cuda") != config.capability:
             raise MLAUnavailableError(f"--first-call: this machine has no GPU of compute capability {config.capability}; run it where the model will run")
         head_dims = config.dimensions.qk_head_dim, config.dimensions.v_head_dim
-        for frontend in FRONTENDS:
-            if importlib.util.find_spec(frontend.removesuffix("_side")) is not None:
-                with working(f"a first call of {frontend}"):
-                    made.append(measure(frontend, config.device_type, config.dtype, config.num_heads, head_dims, backend))
+        frontends = [frontend for frontend in FRONTENDS if importlib.util.find_spec(frontend.removesuffix("_side")) is not None]
+        for frontend in told(frontends, progress, "a first call of {}".format):
+            made.append(measure(frontend, config.device_type, config.dtype, config.num_heads, head_dims, backend))
     return made

@@ -15,6 +15,7 @@ from mla_interop.backends.base import MLAPrefillBackend
 from mla_interop.demo.layer import LayerInputs
 from mla_interop.exchange import TensorSpec
 from mla_interop.prefill import Options, Resolved, resolve
+from mla_interop.progress import Progress, silent, told, within
 
 ROWS_PER_BLOCK = 256
 SECONDS_PER_PATH = 0.5
@@ -62,12 +63,14 @@ def float64_reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, cu_seqlens: n
     return out, lse
 
 
-def run_paths(inputs: LayerInputs) -> tuple[tuple[PathResult, ...], np.ndarray]:
+def run_paths(inputs: LayerInputs, progress: Progress = silent) -> tuple[tuple[PathResult, ...], np.ndarray]:
     """Every path that this machine has (JAX is left out where it is not installed), and out in float64."""
     q, k, v = (part.double().cpu().numpy() for part in (inputs.q, inputs.k, inputs.v))
+    progress(0.0, "the answer in float64")
     out64, lse64 = float64_reference(q, k, v, inputs.cu_seqlens, inputs.scale)
     results = []
-    for name, backend, copies, call in _paths(inputs):
+    paths = list(_paths(inputs))
+    for name, backend, copies, call in told(paths, within(progress, 0.2, 1.0), lambda path: path[0]):
         (out, lse), milliseconds = _timed(call)
         out_error = float(np.linalg.norm(out - out64) / np.linalg.norm(out64))
         lse_error = None if lse is None else float(np.abs(lse - lse64).max())

@@ -13,6 +13,7 @@ from mla_interop.explore.batch import Batch, check_array, make_batch, values
 from mla_interop.explore.table import Explored, Row, data_frame, html_failed, html_table, needed, plain, text_failed, text_table
 from mla_interop.neutral import mla_prefill
 from mla_interop.numeric_check import NAMED_FACTORS
+from mla_interop.progress import Progress, silent, told, within
 
 FLOAT64 = "float64"
 _BITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}  # of the significand
@@ -32,6 +33,7 @@ def compare(
     cu_seqlens_k: Any = None,
     scale: float | None = None,
     is_causal: bool = True,
+    progress: Progress = silent,
 ) -> "Comparison":
     """Run several backends on one input, and compare them, and results that somebody else computed, with a baseline.
 
@@ -42,6 +44,7 @@ def compare(
         results: By a label of your own: ``(out, lse)`` of any framework, packed ``[T, N, V]`` and ``[N, T]``; lse may be None.
         baseline: ``"float64"`` (computed here, on the host), or the label of one of the results.
         cu_seqlens_q, cu_seqlens_k, scale, is_causal: As in ``mla_interop.mla_prefill``.
+        progress: Told how far it is, as ``progress(share, what)``: the share that is done, from 0 to 1, and what comes next.
 
     Returns:
         The comparison. Backends that fail though nobody named them are in its ``failed``.
@@ -52,12 +55,13 @@ def compare(
     """
     batch = make_batch(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, is_causal)
     named = () if backends is not None and not len(backends) else None if backends is None else parse_names("backends", backends)
-    made, failed = _run(batch, named, tuple(frameworks or (batch.framework,)))
+    made, failed = _run(batch, named, tuple(frameworks or (batch.framework,)), within(progress, 0.0, 0.7))
     for label, result in (results or {}).items():
         if label in made or label == FLOAT64:
             raise input_error("results", f"the label {label!r}", f"one that is not in use ({', '.join([FLOAT64, *made])})")
         made[label] = _checked(label, result, batch)
     if baseline == FLOAT64:
+        progress(0.7, "the answer in float64")
         made = {FLOAT64: exact.attention(batch), **made}
     if baseline not in made:
         raise input_error("baseline", repr(baseline), ", ".join(repr(name) for name in (FLOAT64, *made)))
@@ -67,11 +71,13 @@ def compare(
     return _compared(batch, made, baseline, failed)
 
 
-def _run(batch: Batch, named: Sequence[str] | None, frameworks: Sequence[str]) -> tuple[dict[str, tuple[Any, Any]], dict[str, str]]:
+def _run(batch: Batch, named: Sequence[str] | None, frameworks: Sequence[str], progress: Progress) -> tuple[dict[str, tuple[Any, Any]], dict[str, str]]:
     made, failed = {}, {}
-    for framework in frameworks:
+    names = batch.backends() if named is None else named
+    for index, framework in enumerate(frameworks):
         local = batch.to(framework)
-        for name in batch.backends() if named is None else named:
+        part = within(progress, index / len(frameworks), (index + 1) / len(frameworks))
+        for name in told(names, part, f"{{}} from {framework}".format):
             label = name if len(frameworks) == 1 else f"{name} ({framework})"
             try:
                 out, lse = mla_prefill(local.q, local.k, local.v, backend=name, return_lse=True, **batch.options)

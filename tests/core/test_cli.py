@@ -136,10 +136,10 @@ def test_doctor_runs_the_self_check_and_fails_where_something_deviates(monkeypat
     from mla_interop.numeric_check import Finding, SelfCheck
 
     good, bad = SelfCheck("A.b", "cpu", "float32", ()), SelfCheck("C.d", "cpu", "float32", (Finding("LSE base", False, "off by a factor of 1.4427"),))
-    monkeypatch.setattr("mla_interop.doctor.self_checks", lambda: [good])
+    monkeypatch.setattr("mla_interop.doctor.self_checks", lambda progress: [good])
     assert "A.b on cpu, float32: ok" in run("doctor", "--self-check")
     assert json.loads(run("doctor", "--self-check", "--json"))["self_check"][0]["ok"] is True
-    monkeypatch.setattr("mla_interop.doctor.self_checks", lambda: [good, bad])
+    monkeypatch.setattr("mla_interop.doctor.self_checks", lambda progress: [good, bad])
     result = CliRunner().invoke(app, ["doctor", "--self-check"])
     assert result.exit_code == 1 and "LSE base: off by a factor of 1.4427" in result.output
 
