@@ -23,7 +23,7 @@ from mla_interop.warmup import warm_up
 for made in warm_up(MLAPrefillSelectorConfig(dimensions=MODELS['deepseek-v3'].dimensions, num_heads=128), ('FLASH_ATTN', 'FLASHINFER', 'CUDNN')):
     print(made, flush=True)"
            MLA_INTEROP_RESULTS="$out/contract.json" step tests 400 python3 -m pytest -q -n 12 -m "gpu and not slow" -p no:cacheprovider -p no:benchmark --timeout 90 tests ;;
-    bench) step bench 400 python3 -c "
+    bench) step bench 320 python3 -c "
 import pathlib, sys
 from mla_interop.bench.run import measure, save
 save(measure('cuda', ['bfloat16'], report=lambda row: print(row, flush=True)), pathlib.Path(sys.argv[1]))" "$out/h200.json" ;;

@@ -85,9 +85,9 @@ class SelectionTable:
         advice = f"\nCould serve it: {', '.join(others)} (fallback=True chooses automatically)." if self.explicit and others else ""
         return "\n".join([f"{asked} {self.problem}:", *lines]) + advice
 
-    def cells(self) -> list[tuple[str, str, str, str]]:
-        """A row for each backend: its mark, its name, its kernel's kind, and why."""
-        return [(self._mark(row), row.backend, row.kind, self._why(row)) for row in self.rows]
+    def cells(self) -> list[tuple[str, str, str, list[str]]]:
+        """A row for each backend: its mark, its name, its kernel's kind, and why: one line, or each reason against it."""
+        return [(self._mark(row), row.backend, row.kind, [self._why(row)] if row.valid else list(row.reasons)) for row in self.rows]
 
     def footer(self) -> list[str]:
         """Where the measured times come from, if any decided."""

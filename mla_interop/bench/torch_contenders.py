@@ -129,13 +129,23 @@ def _graphed(problem: Problem, q: Any, k: Any, v: Any, backend: str) -> Contende
     def call() -> Any:
         return torch_side.mla_prefill(q, k, v, metadata=metadata, backend=backend)
 
+    result, replay = _captured(call)
+    return Contender("mla_interop in a CUDA graph", "torch", backend, lambda: (result(), None), looped(replay, q.device), 10)
+
+
+def _captured(call: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[], None]]:
+    """Ten calls as a CUDA graph: what replays it and returns the last result, and what only replays it."""
     out = call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(10):
             out = call()
-    return Contender("mla_interop in a CUDA graph", "torch", backend, lambda: (graph.replay(), (out, None))[1], looped(graph.replay, q.device), 10)
+
+    def replay(inputs: Any = call) -> None:  # the graph has addresses only: what the calls read must live as long
+        graph.replay()
+
+    return lambda: (replay(), out)[1], replay
 
 
 def _raw(problem: Problem, q: Any, k: Any, v: Any, dtype: str, backend: str) -> Iterator[Contender]:
@@ -148,23 +158,18 @@ def _raw(problem: Problem, q: Any, k: Any, v: Any, dtype: str, backend: str) -> 
     out = torch.empty(problem.tokens, problem.heads, V_HEAD_DIM, dtype=q.dtype, device=q.device)
     longest, scale, launch = max(problem.lengths), QK_HEAD_DIM**-0.5, ready.kernel.launch
 
-    def call() -> None:
+    def call() -> Any:
         launch(q, k, v, cu, cu, plan, scratch, out, None, scale, longest, longest, 0)
+        return out
 
     def result() -> tuple[Any, Any]:
         out.fill_(float("nan"))
-        call()
-        return out, None
+        return call(), None
 
     yield Contender("kernel object", "torch", backend, result, looped(call, q.device))
     if q.device.type == "cuda" and ready.kernel.cuda_graph:
-        call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(10):
-                call()
-        yield Contender("kernel in a CUDA graph", "torch", backend, lambda: (graph.replay(), (out, None))[1], looped(graph.replay, q.device), 10)
+        replayed, replay = _captured(call)
+        yield Contender("kernel in a CUDA graph", "torch", backend, lambda: (replayed(), None), looped(replay, q.device), 10)
 
 
 def _sdpa(problem: Problem, q: Any, k: Any, v: Any) -> Contender:

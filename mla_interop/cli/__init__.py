@@ -23,7 +23,12 @@ from mla_interop.cli.output import BAD_USE, NO
 from mla_interop.cli.tune import tune
 from mla_interop.cli.warmup import warmup
 
-app = typer.Typer(help="MLA prefill attention from PyTorch and from JAX, through one core.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help="MLA prefill attention from PyTorch and from JAX, through one core.",
+    epilog="Exit codes: 0, done; 1, done and the answer is no (something deviates, or could not be had); 2, bad use.",
+    no_args_is_help=True,
+    add_completion=False,
+)
 for command, example in (
     (demo, "mla-interop demo --model deepseek-v2-lite README.md"),
     (backends, "mla-interop backends --json"),

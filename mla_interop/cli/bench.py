@@ -13,10 +13,10 @@ from mla_interop.progress import told, within
 
 
 def bench(
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda where there is one]")] = None,
+    device: Annotated[str | None, typer.Option(show_default="cuda where there is one", help="cpu or cuda.")] = None,
     dtype: Annotated[str, typer.Option(help="Of q, k and v; several with commas between.")] = "bfloat16",
     only: Annotated[str, typer.Option(help="Run only what has this in its framework, name or kernel.")] = "",
-    problems: Annotated[str | None, typer.Option(help="Names as in the tables (128x4096x1), with commas between. [default: all]")] = None,
+    problems: Annotated[str | None, typer.Option(show_default="all", help="Names as in the tables (128x4096x1), with commas between.")] = None,
     soak: Annotated[bool, typer.Option("--soak", help="Also a million calls each, and whether the process grew.")] = False,
     output: Annotated[Path | None, typer.Option(help="Where to write the results as JSON.")] = None,
     as_json: JSON = False,

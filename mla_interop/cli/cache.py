@@ -9,7 +9,7 @@ from mla_interop.cli.output import JSON, NO, console, mib, plain
 
 cache = typer.Typer(help="Kernels that were built, and times that were measured: what is kept, and where.", no_args_is_help=True)
 
-NAMES = Annotated[list[str] | None, typer.Argument(metavar="[NAMES]...", help="Starts of names, as `cache list` shows them. [default: all]")]
+NAMES = Annotated[list[str] | None, typer.Argument(metavar="[NAMES]...", show_default="all", help="Starts of names, as `cache list` shows them.")]
 
 
 @cache.command("list", epilog="Example: mla-interop cache list fa4-sm_90a --json")

@@ -10,13 +10,15 @@ from mla_interop.cli.output import JSON, progress_bar, require
 
 
 def demo(
-    files: Annotated[list[Path] | None, typer.Argument(metavar="[TEXT_FILES]...", help="Text files, one sequence each. [default: the README and docs]")] = None,
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="[TEXT_FILES]...", show_default="the README and docs", help="Text files, one sequence each.")
+    ] = None,
     model: Annotated[str, typer.Option(help="A model's name; an unknown one lists the known.")] = "deepseek-v2-lite",
     config: Annotated[Path | None, typer.Option(help="config.json of any MLA model in the Hugging Face format, instead of --model.")] = None,
     output: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("demo-output"),
     max_tokens: Annotated[int, typer.Option(min=1, help="Where each text is cut.")] = 1024,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. [default: float32 on a CPU, else bfloat16]")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda where there is one]")] = None,
+    dtype: Annotated[str | None, typer.Option(show_default="float32 on a CPU, else bfloat16", help="float32, bfloat16 or float16.")] = None,
+    device: Annotated[str | None, typer.Option(show_default="cuda where there is one", help="cpu or cuda.")] = None,
     seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
     as_json: JSON = False,
 ) -> None:

@@ -36,14 +36,17 @@ def _print(found: dict[str, Any], checks: list[Any]) -> None:
     from mla_interop import doctor
 
     screen = console()
-    for title, values in doctor.sections(found).items():
+    sections = doctor.sections(found)
+    width = min(32, max(len(name) for values in sections.values() for name in values) + 2)
+    for title, values in sections.items():
         screen.print(f"[bold]{title}[/bold]")
         shown = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
-        shown.add_column("", min_width=25, max_width=32, overflow="fold")
+        shown.add_column("", min_width=width, max_width=width, overflow="fold")
         shown.add_column("", overflow="fold")
         for name, value in values.items():
             shown.add_row(plain(f"  {name}"), plain(str(value)))
         screen.print(shown)
+    screen.print()
     for table in found["backends"]:
         print_table(table)
     for check in checks:

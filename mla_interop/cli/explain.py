@@ -11,10 +11,10 @@ from mla_interop.cli.output import JSON, model_named, print_table
 def explain(
     model: Annotated[str, typer.Option(help="A model's name; an unknown one lists the known.")] = "deepseek-v3",
     gpu: Annotated[
-        str | None, typer.Option(help="A GPU's name (h200, b200, rtx-5090, ...), a compute capability (9.0), or cpu. [default: this machine's]")
+        str | None, typer.Option(show_default="this machine's", help="A GPU's name (h200, b200, rtx-5090, ...), a compute capability (9.0), or cpu.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of q, k and v.")] = "bfloat16",
-    heads: Annotated[int | None, typer.Option(min=1, help="Heads on one device. [default: the model's]")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, show_default="the model's", help="Heads on one device.")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="Query tokens of all sequences, for the choice by measured times.")] = None,
     sequences: Annotated[int | None, typer.Option(min=1, help="Number of sequences, likewise.")] = None,
     backend: Annotated[str | None, typer.Option(help="An explicit choice, or several with commas between.")] = None,

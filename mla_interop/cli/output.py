@@ -18,6 +18,9 @@ OK, NO, BAD_USE = 0, 1, 2
 """Exit codes: done; done, and the answer is no (something deviates, or could not be had); asked in a way that makes no sense."""
 
 
+_MARKS = {"->": "bold green", "ok": "green", "no": "yellow"}
+
+
 def model_named(name: str) -> Any:
     """The :class:`~mla_interop.dimensions.Model` of that name.
 
@@ -82,18 +85,18 @@ def print_table(table: Any) -> None:
     shown = Table(title=table.problem, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for name, fold in (("", False), ("backend", False), ("kernel", False), ("why", True)):
         shown.add_column(name, no_wrap=not fold, overflow="fold")
-    for cells in table.cells():
-        shown.add_row(*map(plain, cells))
+    for mark, backend, kernel, why in table.cells():
+        shown.add_row(plain(mark, _MARKS[mark]), plain(backend), plain(kernel), plain("\n".join(why)))
     screen = console()
     screen.print(shown)
     screen.print(plain("\n".join([*table.footer(), f"order: {', '.join(table.order)}", ""])))
 
 
-def plain(text: str) -> Any:
+def plain(text: str, style: str = "") -> Any:
     """Text in which rich looks for no markup."""
     from rich.text import Text
 
-    return Text(text)
+    return Text(text, style)
 
 
 def mib(size: int) -> str:

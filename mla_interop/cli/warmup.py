@@ -15,11 +15,11 @@ _COLOURS = {"built": "green", "was there": "green", "nothing to build": "dim", "
 def warmup(
     model: Annotated[str, typer.Option(help="A model's name; an unknown one lists the known.")] = "deepseek-v3",
     gpu: Annotated[
-        str | None, typer.Option(help="A GPU's name (h200, b200, rtx-5090, ...), a compute capability (9.0), or cpu. [default: this machine's]")
+        str | None, typer.Option(show_default="this machine's", help="A GPU's name (h200, b200, rtx-5090, ...), a compute capability (9.0), or cpu.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of q, k and v; several with commas between.")] = "bfloat16",
-    heads: Annotated[int | None, typer.Option(min=1, help="Heads on one device. [default: the model's]")] = None,
-    backend: Annotated[str | None, typer.Option(help="Build these, with commas between. [default: all that may be chosen]")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, show_default="the model's", help="Heads on one device.")] = None,
+    backend: Annotated[str | None, typer.Option(show_default="all that may be chosen", help="Build these, with commas between.")] = None,
     jax: Annotated[bool, typer.Option("--jax/--no-jax", help="Also the handler for calls from JAX.")] = True,
     first_call: Annotated[bool, typer.Option("--first-call", help="Then time the first call in a fresh process of each framework.")] = False,
     as_json: JSON = False,
