@@ -138,11 +138,13 @@ def _numbers(array: np.ndarray, kind: str) -> np.ndarray:
 
 def _placed(array: np.ndarray, dtype: str, device: str) -> Any:
     numbers = _numbers(array, "bfloat16") if array.dtype == np.uint16 else array
+    from mla_interop.explore.table import needed
+
     if importlib.util.find_spec("torch") is not None:
-        torch = importlib.import_module("torch")
+        torch = needed("torch", "torch")
         return torch.from_numpy(np.ascontiguousarray(numbers)).to(device=device, dtype=getattr(torch, dtype))
     if importlib.util.find_spec("jax") is not None:
-        return importlib.import_module("jax.numpy").asarray(numbers, dtype)
+        return needed("jax.numpy", "jax").asarray(numbers, dtype)
     if device != "cpu":
         raise MLAUnavailableError(f"device {device}: needs torch or JAX, and neither is installed")
     if not dtype.startswith(("bfloat", "float8")):

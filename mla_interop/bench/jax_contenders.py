@@ -9,7 +9,7 @@ import torch
 
 import jax_side
 from mla_interop.bench.problems import QK_HEAD_DIM, V_HEAD_DIM, Problem
-from mla_interop.bench.torch_contenders import Contender, config_for, kernels_here, with_lse
+from mla_interop.bench.torch_contenders import Contender, config_for, failures_told, kernels_here, with_lse
 
 # A launch is hidden by the calls before it; on a CPU there is nothing to hide.
 CHAIN = {"gpu": 10, "cpu": 1}
@@ -21,7 +21,8 @@ def contenders(problem: Problem, q: Any, k: Any, v: Any, dtype: str) -> Iterator
     state = [jnp.copy(arrays[0]), jnp.copy(arrays[2])]
     for backend, kernel in kernels_here(problem, q.device.type, dtype):
         for lse in with_lse(kernel):
-            yield from _frontend(problem, arrays, state, dtype, q.device.type, f"{backend}.{kernel.variant}", lse)
+            name = f"{backend}.{kernel.variant}"
+            yield from failures_told(_frontend(problem, arrays, state, dtype, q.device.type, name, lse), "jax", name)
     yield from _fa4_jax(problem, arrays, state)
     if len(set(problem.lengths)) == 1:
         yield from _jax_nn(problem, arrays, state, False)

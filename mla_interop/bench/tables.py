@@ -111,7 +111,7 @@ def caption(results: dict[str, Any]) -> str:
 
 def host(results: dict[str, Any]) -> str:
     """What the host does around the kernels, and whether very many calls leave the process any larger; "" where neither was measured."""
-    lines = [f"| {row['name']} | {number(row['us'])} us |" for row in results.get("host", ())]
+    lines = [f"| {row['name']} | {number(row['us'])} us |" for row in results.get("host", ()) if "us" in row]
     for row in results.get("soak", ()):
         grown = ", ".join(f"{value:,} {name.removeprefix('grown_').replace('_', ' ')}" for name, value in row.items() if name.startswith("grown_"))
         lines.append(f"| growth over the second half of {row['name'].replace(str(row['calls']), format(row['calls'], ','))} | {grown} |")

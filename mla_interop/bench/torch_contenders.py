@@ -82,17 +82,34 @@ def contenders(problem: Problem, q: Any, k: Any, v: Any, dtype: str) -> Iterator
     device = q.device.type
     for backend, kernel in kernels_here(problem, device, dtype):
         name = f"{backend}.{kernel.variant}"
-        for lse in with_lse(kernel):
-            yield _frontend(problem, q, k, v, name, lse)
-        if kernel.kind == "compiled":
-            yield _compiled(problem, q, k, v, dtype, name)
-            if kernel.cuda_graph and device == "cuda":
-                yield _graphed(problem, q, k, v, name)
-            yield from _raw(problem, q, k, v, dtype, name)
+        yield from failures_told(_of_kernel(problem, q, k, v, dtype, name, kernel), "torch", name)
     if device == "cpu":
         yield _sdpa(problem, q, k, v)
     else:
         yield from _package_apis(problem, q, k, v)
+
+
+def failures_told(made: Iterator[Contender], framework: str, kernel: str) -> Iterator[Contender]:
+    """A kernel's contenders. One that cannot be made becomes one that says so when it is run: those of other kernels follow."""
+    try:
+        yield from made
+    except Exception as error:
+        failure = error
+
+        def fails(*_: Any) -> Any:
+            raise failure
+
+        yield Contender("cannot be prepared", framework, kernel, fails, fails)
+
+
+def _of_kernel(problem: Problem, q: Any, k: Any, v: Any, dtype: str, name: str, kernel: Kernel) -> Iterator[Contender]:
+    for lse in with_lse(kernel):
+        yield _frontend(problem, q, k, v, name, lse)
+    if kernel.kind == "compiled":
+        yield _compiled(problem, q, k, v, dtype, name)
+        if kernel.cuda_graph and q.device.type == "cuda":
+            yield _graphed(problem, q, k, v, name)
+        yield from _raw(problem, q, k, v, dtype, name)
 
 
 def _frontend(problem: Problem, q: Any, k: Any, v: Any, backend: str, lse: bool) -> Contender:

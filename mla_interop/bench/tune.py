@@ -52,8 +52,10 @@ def tune(
         for row in _rows(model, problem, device, dtype, end, within(progress, index / len(problems), (index + 1) / len(problems))):
             rows.append(row)
             report(row)
+    late = time.monotonic() > end
     if not any("us" in row for row in rows):
-        failed = "; ".join(f"{row['kernel']}: {row['failed']}" for row in rows) or "no kernel can serve it (`mla-interop explain` says why)"
+        nothing = f"the {seconds:.0f} seconds were over before the first kernel was" if late else "no kernel can serve it (`mla-interop explain` says why)"
+        failed = "; ".join(f"{row['kernel']}: {row['failed']}" for row in rows) or nothing
         raise MLAUnsupportedError(f"nothing could be measured on {device} in {dtype}: {failed}")
     results = {"environment": {**environment(device), "device": device_key(device, device_capability(device))}, "rows": rows}
     path = user_table(machine_name(device))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mla_interop.cli.output import JSON, progress_bar, require
+from mla_interop.cli.output import JSON, device_named, progress_bar, require
 from mla_interop.errors import input_error
 from mla_interop.progress import told, within
 
@@ -24,16 +24,20 @@ def bench(
     """Every kernel from both frameworks, and the peers that are installed, on the same inputs in one run."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory of the same GPU
     require("torch", "torch")
+    if soak:
+        require("jax", "jax")
     from mla_interop.bench import overheads, run
     from mla_interop.bench.problems import CPU_PROBLEMS, GPU_PROBLEMS
-    from mla_interop.doctor import gpus
 
-    device = device or ("cuda" if gpus() else "cpu")
+    device = device_named(device)
     known = {problem.name: problem for problem in (GPU_PROBLEMS if device == "cuda" else CPU_PROBLEMS)}
     names = problems.split(",") if problems else [*known]
     if not set(names) <= set(known):
         raise input_error("problems", problems, ", ".join(known))
 
+    if output is not None:  # before anything is measured, not after
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.open("a").close()
     shown: list[tuple[str, str]] = []
 
     def said(row: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mla_interop.cli.output import JSON, NO, console, model_named, plain, progress_bar
+from mla_interop.cli.output import JSON, NO, console, device_named, model_named, plain, progress_bar
 from mla_interop.errors import MLAUnavailableError, input_error
 
 # What rounding explains in every kernel family: out relative (Frobenius norm), lse absolute.
@@ -49,11 +49,8 @@ def compare(
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory of the same GPU
     from mla_interop import explore
-    from mla_interop.doctor import gpus
 
-    device = device or ("cuda" if gpus() else "cpu")
-    if device not in ("cpu", "cuda"):
-        raise input_error("device", repr(device), "cpu or cuda")
+    device = device_named(device)
     given = _inputs(file, dtype, bf16, model, heads, tokens, context, seed, device)
     with progress_bar("comparing", quiet=as_json) as progress:
         found = explore.compare(

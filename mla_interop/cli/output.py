@@ -34,6 +34,21 @@ def model_named(name: str) -> Any:
     return MODELS[name]
 
 
+def device_named(name: str | None) -> str:
+    """``"cpu"`` or ``"cuda"``; None: cuda where there is a GPU.
+
+    Raises:
+        MLAInputError: It is neither, or this machine has no GPU.
+    """
+    from mla_interop.doctor import gpus
+
+    here = ("cpu", "cuda") if gpus() else ("cpu",)
+    if name is not None and name not in here:
+        advice = "" if len(here) == 2 else "No CUDA device was found here; `mla-interop doctor` says what was."
+        raise input_error("device", repr(name), " or ".join(here), advice)
+    return name or here[-1]
+
+
 def require(module: str, extra: str) -> Any:
     """A module that a command cannot do without, imported.
 

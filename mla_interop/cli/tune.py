@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mla_interop.cli.output import JSON, model_named, progress_bar, require
+from mla_interop.cli.output import JSON, device_named, model_named, progress_bar, require
 from mla_interop.errors import input_error
 
 
@@ -19,9 +19,8 @@ def tune(
     """Measure every kernel on this machine, and keep the times: choices are made by them from then on."""
     require("torch", "torch")
     from mla_interop.bench.tune import tune
-    from mla_interop.doctor import gpus
 
-    device = device or ("cuda" if gpus() else "cpu")
+    device = device_named(device)
     counts = heads or ("8" if device == "cpu" else "16,128")
     if not all(count.isdigit() and int(count) for count in counts.split(",")):
         raise input_error("heads", repr(heads), "positive integers with commas between")

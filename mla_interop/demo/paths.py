@@ -1,9 +1,11 @@
 """The same prefill by every path there is here: the model library's eager attention, PyTorch, JAX; timed, and held against float64."""
 
+import importlib
 import importlib.util
 import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -86,7 +88,12 @@ def _paths(inputs: LayerInputs) -> Iterator[Path]:
     yield "transformers", None, (), lambda: (inputs.eager(), None)
     yield _torch_path(inputs)
     if importlib.util.find_spec("jax"):
-        yield _jax_path(inputs)
+        try:
+            importlib.import_module("jax")
+        except (Exception, SystemExit) as error:  # packages raise whatever they like (oumi#2586)
+            warnings.warn(f"without JAX, which cannot be imported: {type(error).__name__}: {error}", stacklevel=2)
+        else:
+            yield _jax_path(inputs)
 
 
 def _resolve(inputs: LayerInputs, device_type: str, strided: bool) -> Resolved:

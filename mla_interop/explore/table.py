@@ -66,8 +66,9 @@ def needed(module: str, extra: str = "notebook") -> Any:
     """
     try:
         return importlib.import_module(module)
-    except ImportError as error:
-        raise MLAUnavailableError(f"{error.name or module}: cannot be imported ({error}); install it with: pip install 'mla-interop[{extra}]'") from error
+    except (Exception, SystemExit) as error:  # packages raise whatever they like (oumi#2586)
+        name, why = getattr(error, "name", None) or module, str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise MLAUnavailableError(f"{name}: cannot be imported ({why}); install it with: pip install 'mla-interop[{extra}]'") from error
 
 
 def cell(value: Any) -> str:

@@ -15,6 +15,8 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from mla_interop.bench.problems import CPU_PROBLEMS  # noqa: E402
+
 LOOKING = (["doctor"], ["backends"], ["explain", "--gpu", "h200"], ["cache", "list"])
 # Raises what an operating system raises when the disk is full or read-only, for what Python itself writes under a folder.
 REFUSE_WRITES = """
@@ -202,3 +204,86 @@ def test_two_processes_fill_one_cache_at_once(compiler: Path, tmp_path: Path) ->
     assert (tmp_path / "calls").read_text().split() == ["called"]
     assert sorted(path.suffix for path in cache.iterdir()) == [".json", ".lock", ".so"]
     assert json.loads(run(*arguments, **environment)[1])["steps"][0]["state"] == "was there"
+
+
+PROBLEM = CPU_PROBLEMS[0].name
+WITH_TORCH = {
+    "compare": ("compare", "--heads", "2", "--tokens", "5,9", "--no-picture", "--json"),
+    "tune": ("tune", "--device", "cpu", "--dtype", "float32", "--heads", "2", "--seconds", "20", "--json"),
+    "bench": ("bench", "--device", "cpu", "--problems", PROBLEM, "--only", "mla_interop + lse", "--json"),
+    "demo": ("demo", "--device", "cpu", "--max-tokens", "16", "--json"),
+}
+SLOW = ("tune", "bench", "demo")  # ten seconds and more each
+COMMANDS = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in WITH_TORCH]
+
+
+@pytest.mark.parametrize("world", ["without JAX", "JAX raises"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_torch_alone_is_enough(command: str, world: str, tmp_path: Path) -> None:
+    """What JAX would have added is left out; where it is broken, bench and demo say so."""
+    for module in ("torch", *(("transformers", "matplotlib") if command == "demo" else ())):
+        pytest.importorskip(module)
+    (tmp_path / "broken" / "jax").mkdir(parents=True)
+    (tmp_path / "broken" / "jax" / "__init__.py").write_text("raise RuntimeError('broken on purpose')")
+    before = without("jax", "jaxlib") if world == "without JAX" else f"sys.path.insert(0, {str(tmp_path / 'broken')!r})"
+    output = ("--output", str(tmp_path / "demo")) if command == "demo" else ()
+    code, out, err = run(*WITH_TORCH[command], *output, before=before, MLA_INTEROP_CACHE=str(tmp_path / "cache"))
+    made = json.loads(out)
+    assert code == 0, err
+    if command == "bench":
+        failed = [row["failed"] for row in made["rows"] if row["framework"] == "jax"]
+        assert failed == ([] if world == "without JAX" else ["cannot be imported (RuntimeError: broken on purpose)"])
+        assert any("us" in row for row in made["rows"] if row["framework"] == "torch")
+    if command == "demo" and world == "JAX raises":
+        assert "without JAX, which cannot be imported: RuntimeError: broken on purpose" in words(err)
+
+
+def test_torch_that_raises_is_named_by_compare(raising: str) -> None:
+    code, _, err = run(*WITH_TORCH["compare"], before=raising)
+    assert code == 1 and "torch: cannot be imported (RuntimeError: broken on purpose)" in words(err)
+
+
+@pytest.mark.parametrize("command", [name for name in WITH_TORCH if name != "demo"])
+def test_a_gpu_that_is_asked_for_and_not_there(command: str) -> None:
+    pytest.importorskip("torch")
+    code, _, err = run(*WITH_TORCH[command], "--device", "cuda", before="import mla_interop.doctor\nmla_interop.doctor.gpus = list")
+    assert code == 2 and words(err).startswith("mla-interop: device: got 'cuda'; allowed: cpu. No CUDA device was found here")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_home_that_takes_nothing(command: str, tmp_path: Path) -> None:
+    """Kernels that must be built are left out; what a command is for, if it has to be kept, is refused in words."""
+    for module in ("torch", *(("transformers", "matplotlib") if command == "demo" else ())):
+        pytest.importorskip(module)
+    (tmp_path / "home").mkdir()
+    refuse = REFUSE_WRITES.format(folder=str(tmp_path / "home"), name="EROFS")
+    home = {"HOME": str(tmp_path / "home"), "MLA_INTEROP_CACHE": "", "XDG_CACHE_HOME": ""}
+    output = ("--output", str(tmp_path / "demo")) if command == "demo" else ()
+    code, out, err = run(*WITH_TORCH[command], *output, before=refuse, **home)
+    if command == "tune":
+        assert code == 1 and "Read-only file system" in err and not out
+        return
+    made = json.loads(out)
+    assert code == 0, err
+    if command == "bench":
+        assert any("Read-only file system" in row["failed"] for row in made["rows"] if row["framework"] == "torch")
+
+
+@pytest.mark.parametrize("command", ["bench", pytest.param("demo", marks=pytest.mark.slow)])
+def test_an_output_that_cannot_be_written(command: str, tmp_path: Path) -> None:
+    """bench finds out before it measures."""
+    for module in ("torch", *(("transformers", "matplotlib") if command == "demo" else ())):
+        pytest.importorskip(module)
+    (tmp_path / "full").mkdir()
+    output = tmp_path / "full" / ("a.json" if command == "bench" else "pictures")
+    before = REFUSE_WRITES.format(folder=str(tmp_path / "full"), name="ENOSPC")
+    code, out, err = run(*WITH_TORCH[command], "--output", str(output), before=before, MLA_INTEROP_CACHE=str(tmp_path / "cache"))
+    assert code == 1 and not out and "mla-interop: [Errno 28] No space left on device" in words(err)
+
+
+def test_a_cache_that_cannot_be_cleared_says_what_it_kept(tmp_path: Path) -> None:
+    (tmp_path / "mla_finish-0123456789abcdef01234567.so").write_bytes(bytes(10))
+    before = "import errno, os, pathlib\ndef refuse(self, missing_ok=False): raise OSError(errno.EROFS, os.strerror(errno.EROFS))\npathlib.Path.unlink = refuse"
+    code, out, _ = run("cache", "clear", "--yes", "--json", before=before, MLA_INTEROP_CACHE=str(tmp_path))
+    made = json.loads(out)
+    assert code == 1 and made["removed"] == [] and "Read-only file system" in made["kept"]["mla_finish"]

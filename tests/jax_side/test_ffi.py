@@ -1,5 +1,6 @@
 """The XLA handler and its Python side: values, errors, registration, export, and that a call neither leaks nor runs Python."""
 
+import ctypes
 import dataclasses
 import functools
 import importlib
@@ -28,10 +29,16 @@ T, S, N, D, V = 7, 9, 2, 6, 4
 CU_Q, CU_K = np.array([0, 3, 7], np.int32), np.array([0, 5, 9], np.int32)
 
 
+def writable(tensor: Any) -> np.ndarray:
+    """A float32 tensor's memory; NumPy before 2.2 takes what comes without a DLPack version for read-only."""
+    array = np.from_dlpack(tensor)
+    return array if array.flags.writeable else np.ctypeslib.as_array((ctypes.c_float * array.size).from_address(array.ctypes.data)).reshape(array.shape)
+
+
 def attention(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, plan: Any, scratch: Any, out: Any, lse: Any, scale: float, *bounds: int) -> None:
     """Attention without a mask in the package's ABI, over NumPy views."""
-    q, k, v, cu_q, cu_k, out = (np.from_dlpack(tensor) for tensor in (q, k, v, cu_q, cu_k, out))
-    lse = np.empty((N, len(q)), np.float32) if lse is None else np.from_dlpack(lse)
+    q, k, v, cu_q, cu_k = (np.from_dlpack(tensor) for tensor in (q, k, v, cu_q, cu_k))
+    out, lse = writable(out), np.empty((N, len(q)), np.float32) if lse is None else writable(lse)
     for i in range(len(cu_q) - 1):
         rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
         scores = np.einsum("tnd,snd->nts", q[rows], k[keys]) * scale

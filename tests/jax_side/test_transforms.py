@@ -1,6 +1,7 @@
 """What JAX does to functions, done to ``mla_prefill``: traced once for a bucket, inside control flow, rematerialised, donated, described, refused."""
 
 import importlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -128,8 +129,9 @@ def test_policies_can_save_the_result_by_name(capsys: pytest.CaptureFixture[str]
         policy = jax.checkpoint_policies.save_only_these_names(name)
         jax.ad_checkpoint.print_saved_residuals(jax.checkpoint(layer, policy=policy), *inputs, metadata)
         text = capsys.readouterr().out
-        result = f"f32[{ROWS_Q},{HEADS},128] output of jitted function 'array_code'"  # where the name is
-        assert (result in text) == saved, text
+        # Where the name is; JAX before 0.10 shows what comes last in there.
+        result = rf"f32\[{ROWS_Q},{HEADS},128\] output of (jitted function 'array_code'|reduce_precision)"
+        assert bool(re.search(result, text)) == saved, text
     names = [line for line in str(jax.make_jaxpr(lambda *x: kernel(*x, return_lse=True))(*inputs, metadata)).splitlines() if "name=mla_prefill]" in line]
     assert len(names) == 2, "a kernel's out and lse have the name too"
 
