@@ -44,8 +44,9 @@ def compare(
 ) -> None:
     """The same input through several backends, or your own results: where and how much they differ.
 
-    bfloat16 in a file: float32 with its values and --dtype bfloat16, or its bits as uint16 and --bf16. Exit code 1 if a result differs by
-    more than is accepted, or has NaN or infinity where it must not.
+    bfloat16 in a file: float32 with its values and --dtype bfloat16, or its bits as uint16 and --bf16.
+
+    Exit code 1 if a result differs by more than is accepted, or has NaN or infinity where it must not.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory of the same GPU
     from mla_interop import explore

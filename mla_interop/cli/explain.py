@@ -17,7 +17,7 @@ def explain(
     heads: Annotated[int | None, typer.Option(min=1, show_default="the model's", help="Heads on one device.")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="Query tokens of all sequences, for the choice by measured times.")] = None,
     sequences: Annotated[int | None, typer.Option(min=1, help="Number of sequences, likewise.")] = None,
-    backend: Annotated[str | None, typer.Option(help="An explicit choice, or several with commas between.")] = None,
+    backend: Annotated[str | None, typer.Option(show_default="selection", help="An explicit choice, or several with commas between.")] = None,
     full: Annotated[bool, typer.Option("--full", help="No causal mask: a context chunk.")] = False,
     assume_installed: Annotated[bool, typer.Option("--assume-installed", help="Leave out what is missing on this machine.")] = False,
     as_json: JSON = False,
