@@ -72,10 +72,12 @@ def _print_step(step: Any) -> None:
     if step.file:
         head.append(f"  {mib(step.bytes)}  {step.seconds:.1f} s")
     screen = console()
-    screen.print(head)
-    for line in (step.name, step.why):
-        if line:
-            screen.print(plain(line), soft_wrap=False, style="dim") if line is step.name else screen.print(plain(f"  {line}"))
+    with screen.capture() as said:  # and out by print, above a bar: rich's own would write into its line
+        screen.print(head)
+        for line in (step.name, step.why):
+            if line:
+                screen.print(plain(f"  {line}"), style="dim" if line is step.name else "")
+    print(said.get(), end="")
 
 
 def _print_end(steps: list[Any], calls: list[Any], folder: Any) -> None:

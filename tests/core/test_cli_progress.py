@@ -26,14 +26,16 @@ LONG = {
 }
 
 
-def run(arguments: list[str], tmp_path: Path, terminal: bool = True, **environment: str) -> tuple[str, str]:
-    """stdout, a file, and what stderr showed: a terminal of 80 columns, or a pipe."""
+def run(arguments: list[str], tmp_path: Path, terminal: bool = True, both: bool = False, **environment: str) -> tuple[str, str]:
+    """stdout, a file unless both are one terminal, and what stderr showed: a terminal of 80 columns, or a pipe."""
     main, other = pty.openpty()
     inherited = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
     settings = {"TERM": "xterm", "COLUMNS": "80", "MLA_INTEROP_CACHE": str(tmp_path / "cache")} | environment
     command = [sys.executable, "-c", "from mla_interop.cli import main; main()", *arguments]
     with (tmp_path / "stdout").open("wb") as stdout:
-        process = subprocess.Popen(command, stdout=stdout, stderr=other if terminal else subprocess.PIPE, env=inherited | settings, cwd=tmp_path)
+        process = subprocess.Popen(
+            command, stdout=other if both else stdout, stderr=other if terminal else subprocess.PIPE, env=inherited | settings, cwd=tmp_path
+        )
     os.close(other)
     shown = b"".join(iter(lambda: _read(main), b"")) if terminal else process.communicate(timeout=240)[1]
     os.close(main)
@@ -70,6 +72,15 @@ def test_nobody_else_sees_it(arguments: list[str], tmp_path: Path) -> None:
     as_json = "--json" in arguments
     out, shown = run(arguments, tmp_path, terminal=as_json)
     assert shown == "" and (json.loads(out) if as_json else "out error" in out)
+
+
+def test_results_on_the_same_terminal_go_above_the_bar(tmp_path: Path) -> None:
+    """The bar's line is erased before a result takes its place."""
+    pytest.importorskip("torch")
+    _, shown = run(LONG["warmup"][0], tmp_path, both=True)
+    result = shown.index("CPU_SDPA.torch     ")
+    bar = shown.rindex("%", 0, result)
+    assert "\x1b[2K" in shown[bar:result] and "cpu_sdpa" in shown[result:]
 
 
 def test_a_terminal_that_cannot_move_its_cursor_sees_none(tmp_path: Path) -> None:
