@@ -2,7 +2,8 @@
 
 A table has times for a device (a compute capability, or ``cpu``), a dtype and head dimensions, at some shapes.  A problem takes the times of the
 nearest shape: the one with the smallest sum of ``|log2|`` of the ratios of heads, of tokens per sequence, and of sequences; of two that are
-equally near, the smaller one.  Times were taken under the causal mask, without LSE, and serve the other cases too.  Nothing is measured in a call.
+equally near, the smaller one.  Times were taken under the causal mask, and serve calls without it too.  With LSE and without are measured
+separately, since what a kernel's LSE costs differs; where a table has one of the two for a kernel, it serves both.  Nothing is measured in a call.
 """
 
 import functools
@@ -57,10 +58,10 @@ class Times(NamedTuple):
 
 
 class Table(NamedTuple):
-    """One file: its source in words, and the times at every shape, by (device, dtype, D, V)."""
+    """One file: its source in words, and the times at every shape, by (device, dtype, D, V, with LSE)."""
 
     source: str
-    times: dict[tuple[str, str, int, int], dict[Shape, dict[str, float]]]
+    times: dict[tuple[str, str, int, int, bool], dict[Shape, dict[str, float]]]
 
 
 def times_for(config: "MLAPrefillSelectorConfig") -> Times | None:
@@ -82,8 +83,9 @@ def shapes_for(config: "MLAPrefillSelectorConfig") -> list[Shape]:
     return next((sorted(table.times[key]) for table in tables(str(cache_dir()), machine_name(config.device_type)) if key in table.times), [])
 
 
-def _key(config: "MLAPrefillSelectorConfig") -> tuple[str, str, int, int]:
-    return device_key(config.device_type, config.capability), config.dtype, config.dimensions.qk_head_dim, config.dimensions.v_head_dim
+def _key(config: "MLAPrefillSelectorConfig") -> tuple[str, str, int, int, bool]:
+    dims = config.dimensions.qk_head_dim, config.dimensions.v_head_dim
+    return device_key(config.device_type, config.capability), config.dtype, *dims, config.needs_lse
 
 
 def device_key(device_type: str, capability: object) -> str:
@@ -123,9 +125,11 @@ def read(content: dict[str, Any]) -> Table:
     """A table from its JSON content, as ``mla_interop.bench.measured_table`` makes it."""
     if content["format"] != FORMAT:
         raise ValueError(f"format {content['format']} (allowed: {FORMAT})")
-    times: dict[tuple[str, str, int, int], dict[Shape, dict[str, float]]] = {}
+    times: dict[tuple[str, str, int, int, bool], dict[Shape, dict[str, float]]] = {}
     for entry in content["entries"]:
         qk_head_dim, v_head_dim = entry["dims"]
-        key = (entry["device"], entry["dtype"], int(qk_head_dim), int(v_head_dim))
-        times.setdefault(key, {})[Shape(entry["heads"], entry["tokens"], entry["seqs"])] = {name: float(us) for name, us in entry["us"].items()}
+        without, with_lse = ({name: float(us) for name, us in entry.get(part, {}).items()} for part in ("us", "us_lse"))
+        shape = Shape(entry["heads"], entry["tokens"], entry["seqs"])
+        for needs_lse, us in ((False, with_lse | without), (True, without | with_lse)):
+            times.setdefault((entry["device"], entry["dtype"], int(qk_head_dim), int(v_head_dim), needs_lse), {})[shape] = us
     return Table(f"{content['machine']}, {content['date']}", times)

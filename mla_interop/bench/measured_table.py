@@ -16,8 +16,8 @@ from mla_interop.errors import input_error
 from mla_interop.measured import FORMAT
 from mla_interop.selector import nearest_power_of_two
 
-# Of all that is measured, what a user's call takes: from torch, with prepared metadata, without LSE.
-_FRAMEWORK, _NAME = "torch", "mla_interop"
+# Of all that is measured, what a user's call takes: from torch, with prepared metadata. And the part of an entry that it goes into.
+_FRAMEWORK, _NAMES = "torch", {"mla_interop": "us", "mla_interop + lse": "us_lse"}
 
 
 def render(results: dict[str, Any], source: str) -> dict[str, Any]:
@@ -33,14 +33,15 @@ def render(results: dict[str, Any], source: str) -> dict[str, Any]:
         MLAInputError: A problem's name, or the machine, is not known.
     """
     environment = results["environment"]
-    found: dict[tuple[Any, ...], dict[str, list[float]]] = {}
+    found: dict[tuple[Any, ...], dict[str, dict[str, list[float]]]] = {}
     for row in results["rows"]:
-        if (row["framework"], row["name"]) != (_FRAMEWORK, _NAME) or not row["kernel"] or "us" not in row:
+        if row["framework"] != _FRAMEWORK or row["name"] not in _NAMES or not row["kernel"] or "us" not in row:
             continue
         problem = problem_named(row["problem"])
         dims = tuple(row.get("dims", (QK_HEAD_DIM, V_HEAD_DIM)))
         shape = problem.heads, nearest_power_of_two(problem.tokens), nearest_power_of_two(len(problem.lengths))
-        found.setdefault((row["dtype"], dims, *shape), {}).setdefault(row["kernel"], []).append(row["us"])
+        times = found.setdefault((row["dtype"], dims, *shape), {}).setdefault(_NAMES[row["name"]], {})
+        times.setdefault(row["kernel"], []).append(row["us"])
     entries = [
         {
             "device": _device(environment),
@@ -49,9 +50,9 @@ def render(results: dict[str, Any], source: str) -> dict[str, Any]:
             "heads": heads,
             "tokens": tokens,
             "seqs": seqs,
-            "us": {kernel: float(f"{statistics.geometric_mean(us):.4g}") for kernel, us in sorted(times.items())},
+            **{part: {kernel: float(f"{statistics.geometric_mean(us):.4g}") for kernel, us in sorted(times.items())} for part, times in sorted(parts.items())},
         }
-        for (dtype, dims, heads, tokens, seqs), times in sorted(found.items())
+        for (dtype, dims, heads, tokens, seqs), parts in sorted(found.items())
     ]
     head = {name: environment[name] for name in ("machine", "date", "versions")}
     return {"format": FORMAT, "source": source, **head, "entries": entries}

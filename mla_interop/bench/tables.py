@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = ("README.md", "docs/performance.md")
 # Of several files the first is the table's; a later one adds rows of what the earlier ones have not measured, each with a mark.
-SOURCES = {"gpu": ("h200.json", "h200_cudnn.json"), "cpu": ("cpu.json",), "layer": ("h200_layer_torch.json", "h200_layer_jax.json")}
+SOURCES = {"gpu": ("h200.json",), "cpu": ("cpu.json",), "layer": ("h200_layer.json",)}
 FLOORS = ("kernel object", "kernel in a CUDA graph")
 MARK = " †"
 
