@@ -93,7 +93,7 @@ def _frontend(problem: Problem, arrays: tuple[Any, ...], state: list[Any], dtype
 
     name = f"mla_interop{' + lse' if lse else ''}"
     yield _contender(name, backend, step, (*arrays, metadata), state, lambda made: made if lse else (made, None))
-    if not lse:
+    if not lse and backend == "FLASH_ATTN.fa4":
         yield _outside_jit(name, backend, step, (*arrays, metadata))
 
 

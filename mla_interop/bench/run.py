@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mla_interop.bench.calls import call_costs
 from mla_interop.bench.overheads import host_costs
 from mla_interop.bench.problems import CPU_PROBLEMS, GPU_PROBLEMS, Problem, errors, expected, inputs
 from mla_interop.bench.timing import side_by_side
@@ -72,7 +73,7 @@ def measure(
             rows.append(row)
             report(row)
     progress(len(parts) / (len(parts) + 1), "what surrounds the kernels")
-    return {"environment": environment(device), "rows": rows, "host": host_costs()}
+    return {"environment": environment(device), "rows": rows, "host": host_costs() + call_costs(device, dtypes[0])}
 
 
 def _rows(problem: Problem, device: str, dtype: str, only: str, starting: Callable[[str], None]) -> Iterator[dict[str, Any]]:
@@ -103,7 +104,7 @@ def _rows(problem: Problem, device: str, dtype: str, only: str, starting: Callab
             except Exception as error:
                 head["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
             rows.append(head)
-        times = side_by_side(runs)
+        times = side_by_side(runs, target_s=0.02)
         for number, row in enumerate(rows):
             if number in times:
                 row |= times[number]

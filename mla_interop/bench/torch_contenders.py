@@ -1,6 +1,6 @@
 """The contenders that are called from PyTorch: the raw kernel object, this package's frontend, and what a user has otherwise."""
 
-import functools
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,9 @@ from mla_interop.dimensions import MLADimensions
 from mla_interop.prefill import Options, bind, resolve
 from mla_interop.selector import MLAPrefillSelectorConfig
 from torch_side.launch import spec
+
+# T x N above which a call's cost is its kernel's, and compiling it shows nothing.
+COMPILED_UP_TO = 16 * 512
 
 
 @dataclass
@@ -106,7 +109,8 @@ def _of_kernel(problem: Problem, q: Any, k: Any, v: Any, dtype: str, name: str, 
     for lse in with_lse(kernel):
         yield _frontend(problem, q, k, v, name, lse)
     if kernel.kind == "compiled":
-        yield _compiled(problem, q, k, v, dtype, name)
+        if problem.tokens * problem.heads <= COMPILED_UP_TO:
+            yield _compiled(problem, q, k, v, dtype, name)
         if kernel.cuda_graph and q.device.type == "cuda":
             yield _graphed(problem, q, k, v, name)
         yield from _raw(problem, q, k, v, dtype, name)
@@ -130,11 +134,17 @@ def _compiled(problem: Problem, q: Any, k: Any, v: Any, dtype: str, backend: str
     """The same inside ``torch.compile``: a program of one operator. A work list comes with the metadata."""
     config = config_for(problem, q.device.type, dtype, False)
     metadata = torch_side.prepare_metadata(problem.cu_seqlens, device=q.device, config=config, backend=backend)
-    program = torch.compile(functools.partial(torch_side.mla_prefill, backend=backend), fullgraph=True)
+
+    def attend(q: Any, k: Any, v: Any, metadata: Any) -> Any:
+        return torch_side.mla_prefill(q, k, v, metadata=metadata, backend=backend)
+
+    # Dynamo keeps programs by code object, up to a limit, and looks through all of one code object's in every call: this one has its own.
+    own = types.FunctionType(attend.__code__.replace(), attend.__globals__, "attend", None, attend.__closure__)
+    program = torch.compile(own, fullgraph=True)
 
     def call() -> Any:
         with torch.no_grad():
-            return program(q, k, v, metadata=metadata)
+            return program(q, k, v, metadata)
 
     return Contender("mla_interop, torch.compile", "torch", backend, lambda: (call(), None), looped(call, q.device))
 

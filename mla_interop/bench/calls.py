@@ -1,0 +1,86 @@
+"""What one call from Python costs beside the least that each framework's compiler makes a call cost: ``x + 1``, and an operator that does nothing."""
+
+from collections.abc import Callable
+from typing import Any
+
+from mla_interop.bench.problems import QK_HEAD_DIM, V_HEAD_DIM, Problem, equal
+from mla_interop.bench.timing import side_by_side
+
+# As small as the benchmarks have: a call's cost is the host's there.
+PROBLEMS = {"cuda": equal(16, 512, 1), "cpu": equal(2, 8, 1)}
+ROUNDS = 41
+
+
+def call_costs(device: str, dtype: str) -> list[dict[str, Any]]:
+    """Microseconds a call of this package from torch, compiled or not, and of one jitted call, each beside its floor; timed in turns.
+
+    Args:
+        device: ``"cuda"`` or ``"cpu"``.
+        dtype: Name of q's dtype.
+    """
+    problem = PROBLEMS[device]
+    runs = {f"{name}, {problem.name}": (run, 1) for name, run in (_torch(problem, device, dtype) | _jax(problem, device, dtype)).items()}
+    return [{"name": name, **times} for name, times in side_by_side(runs, ROUNDS).items()]
+
+
+def _torch(problem: Problem, device: str, dtype: str) -> dict[str, Callable[[int], None]]:
+    import torch
+
+    import torch_side
+    from mla_interop.bench.torch_contenders import looped
+
+    library = torch.library.Library("mla_interop_bench", "FRAGMENT")
+    library.define("nothing(Tensor x) -> Tensor")
+    library.impl("nothing", lambda x: x.new_empty(1), device.upper())
+    torch.library.register_fake("mla_interop_bench::nothing", lambda x: x.new_empty(1), lib=library)
+
+    where, kind = torch.device(device), getattr(torch, dtype)
+    q, k, v = (torch.randn(problem.tokens, problem.heads, width, device=where).to(kind) for width in (QK_HEAD_DIM, QK_HEAD_DIM, V_HEAD_DIM))
+    metadata = torch_side.prepare_metadata(problem.cu_seqlens, device=where)
+    add = torch.compile(lambda x: x + 1, fullgraph=True)
+    nothing = torch.compile(lambda x: torch.ops.mla_interop_bench.nothing(x), fullgraph=True)
+    compiled = torch.compile(lambda q, k, v, metadata: torch_side.mla_prefill(q, k, v, metadata=metadata), fullgraph=True)
+    few = torch.ones(4, device=where)
+    calls: dict[str, Callable[[], Any]] = {
+        "from torch: mla_prefill": lambda: torch_side.mla_prefill(q, k, v, metadata=metadata),
+        "from torch: mla_prefill in torch.compile": lambda: compiled(q, k, v, metadata),
+        "from torch: x + 1 in torch.compile": lambda: add(few),
+        "from torch: an operator that does nothing in torch.compile": lambda: nothing(few),
+        "from torch: x + 1": lambda: few + 1,
+    }
+
+    def without_grad(call: Callable[[], Any]) -> Callable[[int], None]:
+        run = looped(call, where)
+
+        def inside(n: int, library: Any = library) -> None:  # an operator lives as long as its library
+            with torch.no_grad():
+                run(n)
+
+        return inside
+
+    return {name: without_grad(call) for name, call in calls.items()}
+
+
+def _jax(problem: Problem, device: str, dtype: str) -> dict[str, Callable[[int], None]]:
+    import jax
+    import jax.numpy as jnp
+
+    import jax_side
+
+    keys, widths = jax.random.split(jax.random.key(0), 3), (QK_HEAD_DIM, QK_HEAD_DIM, V_HEAD_DIM)
+    place = jax.devices(device)[0]
+    q, k, v = (jax.device_put(jax.random.normal(key, (problem.tokens, problem.heads, d), jnp.dtype(dtype)), place) for key, d in zip(keys, widths))
+    metadata, few = jax_side.prepare_metadata(problem.cu_seqlens, device=place), jax.device_put(jnp.ones(4), place)
+    add = jax.jit(lambda x: x + 1)
+    attend = jax.jit(lambda q, k, v, metadata: jax_side.mla_prefill(q, k, v, metadata=metadata))
+
+    def looped(call: Callable[[], Any]) -> Callable[[int], None]:
+        def run(n: int) -> None:
+            made = None
+            for _ in range(n):
+                made = call()
+            jax.block_until_ready(made)
+
+        return run
+
+    return {"from JAX: mla_prefill in jax.jit": looped(lambda: attend(q, k, v, metadata)), "from JAX: x + 1 in jax.jit": looped(lambda: add(few))}
