@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can show, in one go: tests on many processes first, then, alone on the machine, the measurements.
-# Usage: benchmarks/on_gpu.sh OUTPUT_FOLDER [tests|bench|layer|soak|two ...]   (default: tests bench layer soak)
+# Usage: benchmarks/on_gpu.sh OUTPUT_FOLDER [tests|bench|layer|soak|notebooks|two ...]   (default: tests bench layer soak)
 # Needs no command-line extra. Each step has its own log and result file there, and a time limit, so that one that hangs does not take the others with it.
 set -uo pipefail
 out=$(realpath "$1"); shift
@@ -29,6 +29,7 @@ from mla_interop.bench.run import measure, save
 save(measure('cuda', ['bfloat16'], report=lambda row: print(row, flush=True)), pathlib.Path(sys.argv[1]))" "$out/h200.json" ;;
     layer) step layer 150 python3 -m mla_interop.bench.layer --out "$out/h200_layer.json" ;;
     soak)  step soak 120 python3 -c "import json; from mla_interop.bench import overheads as o; print(json.dumps([o.soak('cuda'), o.torch_soak('cuda')]))" ;;
+    notebooks) step notebooks 200 python3 benchmarks/render_notebooks.py "$out/notebooks" ;;
     two)   step two_tests 200 python3 -m pytest -q -m gpu -p no:cacheprovider -p no:benchmark tests/gpu/test_jax_two_gpus.py tests/gpu/test_torch_two_gpus.py
            step two_bench 150 python3 -m mla_interop.bench.two_gpus --out "$out/h200_x2.json" ;;
     *)     echo "unknown step: $name" >&2; exit 2 ;;

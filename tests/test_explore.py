@@ -256,7 +256,7 @@ def test_committed_results_load(request: pytest.FixtureRequest, tmp_path) -> Non
     results = request.config.rootpath / "benchmarks" / "results"
     found = explore.load_results(results / "h200.json")
     assert len(found.best()) == 6 and all(row["us"] == min(r["us"] for r in found.rows if r["problem"] == row["problem"]) for row in found.best())
-    assert {row["problem"] for row in explore.load_results(results / "h200_layer_torch.json").rows} == {"layer"}
+    assert {row["problem"] for row in explore.load_results(results / "h200_layer.json").rows} == {"layer"}
     (tmp_path / "other.json").write_text("{}")
     for path in (tmp_path / "other.json", tmp_path / "missing.json"):
         with pytest.raises(MLAInputError, match="mla-interop bench"):
