@@ -42,11 +42,12 @@ def device_named(name: str | None) -> str:
     """
     from mla_interop.doctor import gpus
 
-    here = ("cpu", "cuda") if gpus() else ("cpu",)
-    if name is not None and name not in here:
-        advice = "" if len(here) == 2 else "No CUDA device was found here; `mla-interop doctor` says what was."
-        raise input_error("device", repr(name), " or ".join(here), advice)
-    return name or here[-1]
+    if name not in (None, "cpu", "cuda"):
+        raise input_error("device", repr(name), "cpu or cuda")
+    here = "cuda" if gpus() else "cpu"
+    if name == "cuda" and here == "cpu":
+        raise input_error("device", repr(name), "cpu on this machine", "No CUDA device was found; `mla-interop doctor` says what was.")
+    return name or here
 
 
 def require(module: str, extra: str) -> Any:

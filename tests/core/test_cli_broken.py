@@ -247,7 +247,7 @@ def test_torch_that_raises_is_named_by_compare(raising: str) -> None:
 def test_a_gpu_that_is_asked_for_and_not_there(command: str) -> None:
     pytest.importorskip("torch")
     code, _, err = run(*WITH_TORCH[command], "--device", "cuda", before="import mla_interop.doctor\nmla_interop.doctor.gpus = list")
-    assert code == 2 and words(err).startswith("mla-interop: device: got 'cuda'; allowed: cpu. No CUDA device was found here")
+    assert code == 2 and words(err).startswith("mla-interop: device: got 'cuda'; allowed: cpu on this machine. No CUDA device was found")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -41,7 +41,8 @@ def test_a_section_has_the_words_of_the_help(name: str) -> None:
     }
     assert list(listed) == list(wanted)
     for flag, option in wanted.items():
-        assert listed[flag] == " ".join((option.help or "").replace("|", "\\|").split()), flag
+        default = f" [default: {option.show_default}]" if isinstance(option.show_default, str) else ""
+        assert listed[flag] == " ".join((option.help or "").replace("|", "\\|").split()) + default, flag
 
 
 def test_json_is_an_option_of_every_command() -> None:
