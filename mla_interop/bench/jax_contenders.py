@@ -13,6 +13,8 @@ from mla_interop.bench.torch_contenders import Contender, config_for, failures_t
 
 # A launch is hidden by the calls before it; on a CPU there is nothing to hide.
 CHAIN = {"gpu": 10, "cpu": 1}
+# T x N above which a way to call the same kernel shows nothing.
+BRIDGED_UP_TO = 16 * 2048
 
 
 def contenders(problem: Problem, q: Any, k: Any, v: Any, dtype: str) -> Iterator[Contender]:
@@ -24,6 +26,8 @@ def contenders(problem: Problem, q: Any, k: Any, v: Any, dtype: str) -> Iterator
             name = f"{backend}.{kernel.variant}"
             yield from failures_told(_frontend(problem, arrays, state, dtype, q.device.type, name, lse), "jax", name)
     yield from _fa4_jax(problem, arrays, state)
+    if problem.tokens * problem.heads <= BRIDGED_UP_TO and q.device.type == "cuda":
+        yield from _cutlass_call(arrays, state, dtype, problem)
     if len(set(problem.lengths)) == 1:
         yield from _jax_nn(problem, arrays, state, False)
         yield from _jax_nn(problem, arrays, state, True)
@@ -110,6 +114,28 @@ def _fa4_jax(problem: Problem, arrays: tuple[Any, ...], state: list[Any]) -> Ite
             return flash_attn_varlen(q, k, v, cu, cu, causal=True, return_lse=lse)
 
         yield _contender(f"fa4-jax{' + lse' if lse else ''}", "", step, (*arrays, cu), state, lambda made, lse=lse: made if lse else (made, None))
+
+
+def _cutlass_call(arrays: tuple[Any, ...], state: list[Any], dtype: str, problem: Problem) -> Iterator[Contender]:
+    """FlashAttention-4's kernel class, the one that we compile ahead of time, through CuTe DSL's own bridge to JAX."""
+    try:
+        import cutlass
+        import cutlass.cute as cute
+        from cutlass.jax import cutlass_call
+
+        from mla_interop.kernels.fa4_kernels import DTYPES, attention
+    except Exception:
+        return
+    attend = attention("sm_90a", DTYPES[dtype], QK_HEAD_DIM, V_HEAD_DIM, True, None)
+
+    @cute.jit
+    def launch(stream, q, k, v, cu, out):  # type: ignore[no-untyped-def]
+        attend(q, k, v, out, None, cutlass.Float32(QK_HEAD_DIM**-0.5), cu, cu, stream=stream)
+
+    def step(q: Any, k: Any, v: Any, cu: Any) -> Any:
+        return cutlass_call(launch, output_shape_dtype=jax.ShapeDtypeStruct(v.shape, v.dtype))(q, k, v, cu)
+
+    yield _contender("FlashAttention-4 by cutlass_call", "", step, (*arrays, jnp.asarray(problem.cu_seqlens)), state, lambda made: (made, None))
 
 
 def _jax_nn(problem: Problem, arrays: tuple[Any, ...], state: list[Any], lse: bool) -> Iterator[Contender]:
