@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can show, in one go: tests on many processes first, then, alone on the machine, the measurements.
-# Usage: benchmarks/on_gpu.sh OUTPUT_FOLDER [tests|bench|layer|soak|notebooks|two ...]   (default: tests bench layer soak)
+# Usage: benchmarks/on_gpu.sh OUTPUT_FOLDER [tests|slow|bench|layer|soak|notebooks|two ...]   (default: tests bench layer soak)
 # Needs no command-line extra. Each step has its own log and result file there, and a time limit, so that one that hangs does not take the others with it.
 set -uo pipefail
 out=$(realpath "$1"); shift
@@ -23,6 +23,7 @@ from mla_interop.warmup import warm_up
 for made in warm_up(MLAPrefillSelectorConfig(dimensions=MODELS['deepseek-v3'].dimensions, num_heads=128), ('FLASH_ATTN', 'FLASHINFER', 'CUDNN')):
     print(made, flush=True)"
            MLA_INTEROP_RESULTS="$out/contract.json" step tests 400 python3 -m pytest -q -n 12 -m "gpu and not slow" -p no:cacheprovider -p no:benchmark --timeout 90 tests ;;
+    slow)  step slow_tests 400 python3 -m pytest -q -n 14 -m "gpu and slow" -p no:cacheprovider -p no:benchmark --timeout 300 tests ;;
     bench) step bench 320 python3 -c "
 import pathlib, sys
 from mla_interop.bench.run import measure, save
