@@ -90,6 +90,7 @@ def test_bad_use_is_code_two(arguments: list[str], monkeypatch: pytest.MonkeyPat
     if arguments in BAD_USES_OF_TORCH:
         pytest.importorskip("torch")
     monkeypatch.setattr(sys, "argv", ["mla-interop", *arguments])
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a command sets it for its process, which is this one
     with pytest.raises(SystemExit) as end:
         cli.main()
     told = capsys.readouterr()

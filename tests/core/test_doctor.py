@@ -112,6 +112,7 @@ def test_whatever_breaks_is_a_line_of_the_report(what: str, monkeypatch: pytest.
 def test_what_was_found_is_shown_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = GOOD | {"transformers": "5.19.1"}
     monkeypatch.setattr(doctor, "package_version", lambda name: versions.get(name, "none"))
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)  # commands set it, in this process too
     shown = CliRunner().invoke(app, ["doctor"]).output
     flat = re.sub(r"\s+", " ", shown)
     assert "versions that do not get along" in flat and "YaRN" in flat and "takes 75% of a GPU" in flat
