@@ -99,7 +99,7 @@ def even_chunks(bucket: int, total: int, width: int, alignment: int) -> tuple[in
         raise input_error("num_context_rows", str(bucket), f"at least the rows of context, {total}")
     if width < alignment:
         raise input_error("workspace_rows, alignment", f"{width}, {alignment}", "workspace_rows >= alignment >= 1")
-    if not bucket:
-        return 0, 0
+    if bucket <= width:  # nothing is split
+        return bucket, min(bucket, 1)
     count = -(-bucket // (width - alignment + 1))
     return min(width, -(-bucket // count) + alignment - 1), count

@@ -149,14 +149,14 @@ def prepare_context_metadata(
     options["is_causal"] = False
     if config is not None:
         options["config"] = replace(config, is_causal=False, needs_lse=True)
-    width = workspace_rows or max(total, num_context_rows or 0, 1)
+    width = workspace_rows or max(total, num_context_rows or 0, alignment or 1)
     if num_context_rows is None:
         plan = plan_chunks(lens, width, alignment or (block_size if width >= block_size else 1))
         rows, known = _cache_rows(plan, lens, block_table, block_size, None)
         bounds, chunks = _exact(plan, lens, cu_q, block_size, options)
     else:
         size, count = even_chunks(num_context_rows, total, width, alignment or 1)
-        plan = plan_chunks(lens, max(size, 1), alignment or 1, end_at_gaps=False)
+        plan = plan_chunks(lens, max(size, alignment or 1), alignment or 1, end_at_gaps=False)
         rows, known = _cache_rows(plan, lens, block_table, block_size, (count, size))
         bounds, chunks = _padded(plan, lens, cu_q, block_size, (count, size), num_tokens, options)
     return ContextMetadata(new, rows, chunks, bounds, known)

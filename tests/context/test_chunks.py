@@ -125,6 +125,18 @@ def test_no_workspace_is_one_chunk() -> None:
     assert prepare_context_metadata([3, 2], [90, 5000], np.zeros((2, 400), int), block_size=16).bounds.num_chunks == 1
 
 
+@pytest.mark.parametrize("bucket", [None, 0, 7, 16, 50])
+@pytest.mark.parametrize("context", [0, 3])
+@pytest.mark.parametrize("width", [None, 64])
+def test_an_alignment_larger_than_the_context_is_no_reason_to_refuse(width: int | None, context: int, bucket: int | None) -> None:
+    """A batch without a context came with the workspace and the alignment of all others, and was refused."""
+    bucket = None if bucket is None else max(bucket, context)
+    options = {"block_size": 16, "workspace_rows": width, "alignment": 64, "num_context_rows": bucket}
+    bounds = prepare_context_metadata([3, 2], [context, 0], np.zeros((2, 1), int), **options).bounds
+    rows = context if bucket is None else bucket
+    assert (bounds.num_chunks, bounds.chunk_rows) == (min(rows, 1), rows), "what fits into the workspace is one chunk, without spare rows"
+
+
 GOOD = {"query_lens": [3, 2], "context_lens": [20, 5], "block_table": np.arange(4).reshape(2, 2), "block_size": 16}
 
 
