@@ -9,7 +9,7 @@ import contextvars
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from mla_interop.capability import stated_target
@@ -72,8 +72,10 @@ class MLAPrefillConfig:
         Raises:
             MLAInputError: A name is unknown, or a value is not allowed.
         """
+        if not isinstance(values, Mapping):
+            raise input_error("config", type(values).__name__, "a mapping of settings")
         known = {field.name for field in fields(cls)}
-        unknown = sorted(set(values) - known)
+        unknown = sorted(set(values) - known, key=repr)
         if unknown:
             raise input_error("config", ", ".join(map(repr, unknown)), ", ".join(sorted(known)))
         return cls(**values)  # pyright: ignore[reportArgumentType]
@@ -105,10 +107,15 @@ class MLAPrefillConfig:
         Raises:
             MLAInputError: A flag is no bool, two settings ask for different backends, or FLASHINFER is both asked for and disabled.
         """
+        known = ("mla_prefill_backend", "flash_attn_version", *OLD_FLAGS)
+        if not isinstance(attention_config, Mapping) and not any(hasattr(attention_config, name) for name in known):
+            raise input_error("attention_config", type(attention_config).__name__, "an AttentionConfig (not what holds one), or a mapping of its fields")
         read = attention_config.get if isinstance(attention_config, Mapping) else lambda name: getattr(attention_config, name, None)
         chosen = read("mla_prefill_backend")
         chosen = getattr(chosen, "name", chosen)
-        backend = chosen.upper() if isinstance(chosen, str) else chosen
+        if not isinstance(chosen, str | None):
+            raise input_error("mla_prefill_backend", repr(chosen), "a name, an enum member, or None")
+        backend = None if chosen is None else chosen.upper()
         asked = {} if backend is None else {"mla_prefill_backend": backend}
         for flag, meaning in OLD_FLAGS.items():
             value = read(flag)
@@ -121,7 +128,7 @@ class MLAPrefillConfig:
                 asked[flag] = meaning
             elif not asked:
                 asked[flag] = meaning
-            elif "FLASHINFER" in asked.values():
+            elif "FLASHINFER" in (name.partition(".")[0] for name in asked.values()):
                 raise MLAInputError("disable_flashinfer_prefill: got True with mla_prefill_backend FLASHINFER; allowed: one of the two.")
         if len(set(asked.values())) > 1:
             said = ", ".join(f"{name} ({meaning})" for name, meaning in asked.items())
@@ -219,6 +226,9 @@ def _checked(config: MLAPrefillConfig | Mapping[str, object]) -> MLAPrefillConfi
     elif not isinstance(config, MLAPrefillConfig):
         raise input_error("config", type(config).__name__, "an MLAPrefillConfig, or a mapping of its attributes")
     for name in ("backend", "order"):
-        if getattr(config, name) is not None:
-            parse_names(name, getattr(config, name))
+        value = getattr(config, name)
+        if value is not None:
+            names = parse_names(name, value)
+            # A configuration is a part of cache keys, and a sequence inside a sequence may be no tuple.
+            config = config if isinstance(value, str) else replace(config, **{name: names})
     return config

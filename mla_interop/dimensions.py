@@ -2,10 +2,12 @@
 
 import json
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from mla_interop.errors import MLAInputError, input_error
 
@@ -70,31 +72,56 @@ MODELS: Mapping[str, Model] = {
 
 DEEPSEEK_R1 = MODELS["deepseek-r1"].dimensions
 
+DIMENSIONS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+TEXT_MODELS = ("text_config", "language_config")
+"""Where models for more than text keep the configuration of their text model."""
+_READ = (*DIMENSIONS, *TEXT_MODELS, "rope_scaling", "rope_parameters")
+
 
 def read_config(config: object) -> Mapping[str, object]:
-    """The fields of a Hugging Face style configuration as a mapping; a nested ``text_config`` wins.
+    """The fields of a Hugging Face style configuration as a mapping; a nested configuration of the text model wins, if it is one of MLA.
 
     Args:
         config: A mapping, an object with attributes (``transformers`` configs have ``to_dict``), or a path to a ``config.json``.
 
     Raises:
-        MLAInputError: It is none of these, or the file cannot be read.
+        MLAInputError: It is none of these, or cannot be read.
     """
+    found = _fields(config)
+    for name in TEXT_MODELS:
+        nested = found.get(name)
+        if nested is not config and (isinstance(nested, Mapping) or hasattr(nested, "__dict__")):
+            inner = read_config(nested)
+            if all(inner.get(field) is not None for field in DIMENSIONS):
+                return inner
+    if found.get("v_head_dim") is None and found.get("kv_lora_rank"):
+        width, heads = found.get("hidden_size"), found.get("num_attention_heads")
+        if isinstance(width, int) and isinstance(heads, int) and heads > 0:  # MiniCPM3's config.json leaves it to the model's code
+            return {**found, "v_head_dim": width // heads}
+    return found
+
+
+def _fields(config: object) -> Mapping[str, object]:
     if isinstance(config, (str, PathLike)):
         try:
             config = json.loads(Path(config).read_text())
         except (OSError, ValueError) as error:
             raise MLAInputError(f"config: cannot read {str(config)!r} as JSON: {error}") from error
-    elif hasattr(config, "to_dict"):
-        config = config.to_dict()  # pyright: ignore[reportAttributeAccessIssue]
-    elif not isinstance(config, Mapping) and hasattr(config, "__dict__"):
-        config = vars(config)
+    elif not isinstance(config, Mapping):
+        config = _attributes(config)
     if not isinstance(config, Mapping):
         raise input_error("config", type(config).__name__, "a mapping, a config object, or a path to a config.json")
-    nested = config.get("text_config")
-    if nested is not None and not isinstance(nested, Mapping):
-        nested = read_config(nested)
-    return nested if isinstance(nested, Mapping) and "v_head_dim" in nested else config
+    return config
+
+
+def _attributes(config: Any) -> object:
+    """An object's fields: of ``to_dict``, or its own; and those that only its class, its slots or a property has."""
+    try:
+        made = config.to_dict() if hasattr(config, "to_dict") else getattr(config, "__dict__", None)
+        more = {name: getattr(config, name) for name in _READ if hasattr(config, name)}
+    except Exception as error:  # configurations come with a model's own code
+        raise MLAInputError(f"config: cannot read a {type(config).__name__}: {type(error).__name__}: {error}") from error
+    return {**more, **made} if isinstance(made, Mapping) else more or config
 
 
 def dimensions_from_config(config: object) -> MLADimensions:
@@ -105,11 +132,12 @@ def dimensions_from_config(config: object) -> MLADimensions:
     """
     fields = read_config(config)
     values = {}
-    for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-        value = fields.get(name)
-        if not isinstance(value, int):
-            raise input_error(f"config.{name}", repr(value), "an integer", "An MLA model's config has all of qk_nope_head_dim, qk_rope_head_dim, v_head_dim.")
-        values[name] = value
+    for name in DIMENSIONS:
+        value, least = fields.get(name), 0 if name == "qk_rope_head_dim" else 1  # DeepSeek-VL2-Tiny, which has no MLA, says 0 for all
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
+            allowed = f"an integer of at least {least}"
+            raise input_error(f"config.{name}", repr(value), allowed, "An MLA model's config has all of qk_nope_head_dim, qk_rope_head_dim, v_head_dim.")
+        values[name] = int(value)
     return MLADimensions(**values)
 
 
@@ -151,5 +179,7 @@ def softmax_scale(config: object) -> float:
     plain = rope.get("rope_type", rope.get("type", "")) == "default"  # says that no scaling is on, whatever fields were left behind
     if plain or not all_dim or not factor:
         return scale
+    if not all(isinstance(value, numbers.Real) for value in (all_dim, factor)):
+        raise input_error("config.rope_scaling", f"factor {factor!r}, mscale_all_dim {all_dim!r}", "numbers")
     mscale = yarn_mscale(float(factor), float(all_dim))
     return scale * mscale * mscale

@@ -101,10 +101,7 @@ def read_model(model: str, config: Path | None) -> tuple[str, Mapping[str, Any]]
     models = known_models()
     if config is None and model not in models:
         raise input_error("--model", repr(model), ", ".join(models), "For any other model, give its config.json with --config.")
-    fields: dict[str, Any] = dict(models[model] if config is None else read_config(config))
-    if "v_head_dim" not in fields and "kv_lora_rank" in fields:
-        # MiniCPM3's config.json leaves it to the model's code.
-        fields["v_head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
+    fields: dict[str, Any] = dict(read_config(models[model] if config is None else config))
     missing = [name for name in FIELDS if name not in fields]
     if missing:
         raise input_error("--config", f"no {', '.join(missing)} in {config}", "the config.json of a model with multi-head latent attention")

@@ -99,6 +99,11 @@ def test_from_mapping_refuses_what_it_does_not_know() -> None:
         MLAInputError, match="config: got 'backends', 'verbose'; allowed: allow_reference, backend, flash_attn_version, order, policy, self_check"
     ):
         MLAPrefillConfig.from_mapping({"backends": "REFERENCE", "verbose": 1})
+    with pytest.raises(MLAInputError, match="config: got 'a', 1; allowed: allow_reference"):
+        MLAPrefillConfig.from_mapping({1: 2, "a": 3})  # pyright: ignore[reportArgumentType]
+    for values in (None, "REFERENCE", [("backend", "REFERENCE")]):
+        with pytest.raises(MLAInputError, match="config: got .*; allowed: a mapping of settings"):
+            MLAPrefillConfig.from_mapping(values)  # pyright: ignore[reportArgumentType]
 
 
 def test_the_key_holds_every_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +247,31 @@ def test_what_else_vllms_config_holds_is_left_alone() -> None:
     given = SimpleNamespace(backend="FLASHMLA", mla_prefill_backend=member, flash_attn_version=3, use_prefill_query_quantization=True)
     assert MLAPrefillConfig.from_vllm(given) == MLAPrefillConfig("FLASHINFER", 3)
     assert MLAPrefillConfig.from_vllm({"mla_prefill_backend": "flash_attn", "disable_flashinfer_prefill": False}) == MLAPrefillConfig("FLASH_ATTN")
-    assert MLAPrefillConfig.from_vllm({}) == MLAPrefillConfig.from_vllm(object()) == MLAPrefillConfig()
+    assert MLAPrefillConfig.from_vllm({}) == MLAPrefillConfig.from_vllm(SimpleNamespace(mla_prefill_backend=None)) == MLAPrefillConfig()
+
+
+@pytest.mark.parametrize("given", [None, "FLASHINFER", SimpleNamespace(attention_config=SimpleNamespace(mla_prefill_backend="CUDNN"))], ids=str)
+def test_what_has_no_field_of_vllms_config_is_not_taken_for_one_that_sets_nothing(given: Any) -> None:
+    with pytest.raises(MLAInputError, match="attention_config: got .*; allowed: an AttentionConfig"):
+        MLAPrefillConfig.from_vllm(given)
+
+
+@pytest.mark.parametrize("backend", [3, ["CUDNN"], ("FLASHINFER",)])
+def test_vllms_backend_is_one_name(backend: Any) -> None:
+    with pytest.raises(MLAInputError, match="mla_prefill_backend: got .*; allowed: a name, an enum member, or None"):
+        MLAPrefillConfig.from_vllm({"mla_prefill_backend": backend, "disable_flashinfer_prefill": True})
+
+
+def test_a_disabled_backend_is_not_asked_for_by_one_of_its_kernels() -> None:
+    with pytest.warns(DeprecationWarning), pytest.raises(MLAInputError, match="disable_flashinfer_prefill: got True"):
+        MLAPrefillConfig.from_vllm({"mla_prefill_backend": "flashinfer.fa3", "disable_flashinfer_prefill": True})
+
+
+@pytest.mark.parametrize("setting", ["backend", "order"])
+def test_sequences_in_sequences_can_be_a_part_of_keys(setting: str) -> None:
+    with use_config({setting: [["reference", "CPU_SDPA"], "FLASH_ATTN"]}) as made:
+        assert getattr(made, setting) == ("REFERENCE", "CPU_SDPA", "FLASH_ATTN")
+        assert mla_interop.select(SELECTOR).get_name() == "REFERENCE"
 
 
 @pytest.mark.parametrize("flag", FLAGS)

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import mla_interop
@@ -92,7 +93,32 @@ def test_from_head_dims_keeps_what_kernels_see() -> None:
         assert (dimensions.qk_head_dim, dimensions.v_head_dim) == (qk, v) and dimensions.qk_rope_head_dim >= 0
 
 
-@pytest.mark.parametrize("form", ["mapping", "object", "to_dict", "path", "nested", "nested object"])
+class Slots:
+    """A configuration without ``__dict__``."""
+
+    __slots__ = tuple(R1)
+
+    def __init__(self) -> None:
+        for name, value in R1.items():
+            setattr(self, name, value)
+
+
+class TextOnly(SimpleNamespace):
+    """What is asked for its text model, whatever it is, and answers with itself."""
+
+    def __init__(self) -> None:
+        super().__init__(**R1)
+
+    @property
+    def text_config(self) -> "TextOnly":
+        return self
+
+
+FORMS = ["mapping", "object", "to_dict", "path", "nested", "nested object", "language model", "twice nested"]
+FORMS += ["class's own", "slots", "its own text model", "numpy"]
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_a_configuration(form: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(R1))
@@ -103,6 +129,12 @@ def test_every_form_of_a_configuration(form: str, tmp_path: Path) -> None:
         "path": str(path),
         "nested": {"v_head_dim": 7, "text_config": R1},
         "nested object": {"text_config": SimpleNamespace(**R1)},
+        "language model": {"language_config": R1, "v_head_dim": 7},
+        "twice nested": {"text_config": {"text_config": R1}},
+        "class's own": type("Config", (), dict(R1))(),
+        "slots": Slots(),
+        "its own text model": TextOnly(),
+        "numpy": {name: np.int64(value) for name, value in R1.items()},
     }
     assert dimensions_from_config(forms[form]) == MODELS["deepseek-r1"].dimensions and is_deepseek_r1_mla_compatible(forms[form])
 
@@ -110,8 +142,12 @@ def test_every_form_of_a_configuration(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({}, "config.qk_nope_head_dim: got None; allowed: an integer."),
-        ({**R1, "v_head_dim": "128"}, "config.v_head_dim: got '128'; allowed: an integer."),
+        ({}, "config.qk_nope_head_dim: got None; allowed: an integer of at least 1."),
+        ({**R1, "v_head_dim": "128"}, "config.v_head_dim: got '128'; allowed: an integer of at least 1."),
+        ({**R1, "qk_rope_head_dim": True}, "config.qk_rope_head_dim: got True; allowed: an integer of at least 0."),
+        ({**R1, "v_head_dim": -128}, "config.v_head_dim: got -128; allowed: an integer of at least 1."),
+        ({"language_config": dict.fromkeys(R1, 0)}, "config.qk_nope_head_dim: got 0; allowed: an integer of at least 1."),  # DeepSeek-VL2-Tiny
+        (SimpleNamespace(to_dict=lambda: 1 / 0), "config: cannot read a SimpleNamespace: ZeroDivisionError: division by zero"),
         ("/no/such/config.json", "config: cannot read '/no/such/config.json' as JSON"),
         (7, "config: got int; allowed: a mapping, a config object, or a path to a config.json."),
         ([1], "config: got list; allowed: a mapping"),
@@ -119,9 +155,19 @@ def test_every_form_of_a_configuration(form: str, tmp_path: Path) -> None:
 )
 def test_what_is_no_configuration(config: Any, text: str) -> None:
     with pytest.raises(MLAInputError) as refusal:
-        dimensions_from_config(config)
+        softmax_scale(config)
     assert str(refusal.value).startswith(text)
     assert not is_deepseek_r1_mla_compatible(config)
+
+
+def test_a_scale_of_words_is_refused() -> None:
+    with pytest.raises(MLAInputError, match="config.rope_scaling: got factor 'forty', mscale_all_dim 1.0; allowed: numbers"):
+        softmax_scale({**R1, "rope_scaling": {"factor": "forty", "mscale_all_dim": 1.0}})
+
+
+def test_minicpm3_leaves_the_width_of_v_to_its_code() -> None:
+    fields = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "kv_lora_rank": 256, "hidden_size": 2560, "num_attention_heads": 40}
+    assert dimensions_from_config(fields) == MODELS["minicpm3-4b"].dimensions and softmax_scale(fields) == 96**-0.5
 
 
 def test_a_config_without_mla_inside_a_text_config_is_read_as_it_is() -> None:
