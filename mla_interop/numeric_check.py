@@ -80,10 +80,14 @@ def self_check(backend: Any, device: str | None = None, *, dtype: str | None = N
         MLAInputError: Unknown names.
         MLAUnsupportedError: The backend cannot serve that here; with the reasons.
     """
-    name, refused = parse_names("backend", backend)[0], ""
+    (name, *others), refused = parse_names("backend", backend), ""
+    if others:
+        raise input_error("backend", repr(backend), "one name, or one enum member")
     if device not in (None, "cpu", "cuda"):
         raise input_error("device", repr(device), "'cpu', 'cuda' or None")
-    devices = [device] if device else [each for each in ("cuda", "cpu") if each == "cpu" or device_capability("cuda") is not None]
+    devices = [each for each in ("cuda", "cpu") if device in (None, each) and (each == "cpu" or device_capability("cuda") is not None)]
+    if not devices:
+        refused = "no CUDA device"
     for where in devices:
         for kind in [dtype] if dtype else DTYPES:
             config = MLAPrefillSelectorConfig(dtype=kind, dimensions=dimensions, num_heads=HEADS, device_type=where, scale=SCALE)

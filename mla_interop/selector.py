@@ -262,11 +262,13 @@ def _row(name: str, config: MLAPrefillSelectorConfig, allow_reference: bool, mea
 
 def _probe(name: str, config: MLAPrefillSelectorConfig, measured: Times | None) -> tuple[list[str], list[Kernel]]:
     cls = backend_class(name)
-    reasons = cls.validate_configuration(config)
+    said = cls.validate_configuration(config)
+    reasons = [said] if isinstance(said, str) else [str(reason) for reason in said]  # anyone may have written the class
     kernels = [] if reasons else kernels_of(name, config, measured)
     if not reasons and not kernels:
         made, refused = cls.kernels(config)
-        reasons = [*refused, f"no kernel {name.partition('.')[2]} (can be used: {', '.join(kernel.variant for kernel in made)})"]
+        wanted = f"no kernel {name.partition('.')[2]} (can be used: {', '.join(kernel.variant for kernel in made)})"
+        reasons = [*refused, wanted if made else "no kernel for this configuration"]
     return reasons, kernels
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from mla_interop.capability import DeviceCapability
 from mla_interop.dimensions import MLADimensions
-from mla_interop.errors import MLAInputError, MLAUnsupportedError
+from mla_interop.errors import MLAError, MLAInputError, MLAUnavailableError, MLAUnsupportedError
 from mla_interop.installed import missing
 from mla_interop.sequences import HostLengths, PrefillMetadata
 
@@ -85,8 +85,17 @@ class Kernel:
 
     @functools.cached_property
     def launch(self) -> Callable[..., Any]:
-        """The launch function, made on first use and kept."""
-        return self.make()
+        """The launch function, made on first use and kept.
+
+        Raises:
+            MLAUnavailableError: It cannot be made. Whatever a package raises is a reason, so that another kernel can serve (oumi#2586).
+        """
+        try:
+            return self.make()
+        except MLAError:
+            raise
+        except Exception as error:
+            raise MLAUnavailableError(f"kernel {self.name} cannot be loaded: {type(error).__name__}: {error}") from error
 
     @property
     def variant(self) -> str:

@@ -75,7 +75,10 @@ def register_mla_prefill_backend(name: str, *, override: bool = False, before: s
         problems = _problems(name, cls)
         if problems:
             raise MLAInputError(f"{name}: {getattr(cls, '__qualname__', cls)!s} cannot be registered as a backend: {'; '.join(problems)}.")
-        place = None if before is None else parse_names("before", before)[0]
+        places = () if before is None else parse_names("before", before)
+        if len(places) > 1 or any("." in place for place in places):
+            raise input_error("before", repr(before), "one backend, and not one of its kernels")
+        place = next(iter(places), None)
         stack = list(_registered.get(name, ()))
         if stack and (stack[-1].cls.__module__, stack[-1].cls.__qualname__) == (cls.__module__, cls.__qualname__):
             stack.pop()  # its module was imported again
@@ -97,7 +100,7 @@ def unregister_mla_prefill_backend(name: str) -> None:
     Raises:
         MLAInputError: Nothing is registered under that name; built-in backends cannot be removed.
     """
-    if name not in _registered:
+    if not isinstance(name, str) or name not in _registered:
         raise input_error("name", repr(name), ", ".join(_registered) or "none, since nothing was registered")
     stack = _registered.pop(name)[:-1]
     if stack:
@@ -154,22 +157,29 @@ def _load_entry_point(name: str) -> type[MLAPrefillBackend]:
 
 def _problems(name: str, cls: object) -> list[str]:
     """All that a class lacks to be a backend of that name."""
-    problems = [] if name == name.upper() and name.replace("_", "").isalnum() else [f"name {name!r} (allowed: upper-case letters, digits and _)"]
+    named = isinstance(name, str) and name == name.upper() and name.replace("_", "").isalnum()
+    problems = [] if named else [f"name {name!r} (allowed: upper-case letters, digits and _)"]
     if not isinstance(cls, type) or not issubclass(cls, MLAPrefillBackend):
         return [*problems, "no subclass of MLAPrefillBackend"]
     problems += [f"no method {method}" for method in sorted(cls.__abstractmethods__)]
     if getattr(cls, "name", None) != name:
         problems.append(f"declares name {getattr(cls, 'name', None)!r}, not {name!r}")
-    if not cls.device_types or not {"cpu", "cuda"}.issuperset(cls.device_types):
+    if not _are(cls.device_types, lambda device: device in ("cpu", "cuda")) or not cls.device_types:
         problems.append(f"declares device_types {cls.device_types!r} (allowed: 'cpu', 'cuda')")
-    if isinstance(cls.supported_dtypes, str) or not cls.supported_dtypes:
+    if not _are(cls.supported_dtypes, lambda dtype: isinstance(dtype, str)) or not cls.supported_dtypes:
         problems.append(f"declares supported_dtypes {cls.supported_dtypes!r} (allowed: a tuple of NumPy-style names)")
+    if not _are(cls.supported_head_dims, lambda pair: isinstance(pair, tuple) and len(pair) == 2):
+        problems.append(f"declares supported_head_dims {cls.supported_head_dims!r} (allowed: a tuple of pairs, (D, V))")
     if not isinstance(cls.min_capability, DeviceCapability):
         problems.append(f"declares min_capability {cls.min_capability!r} (allowed: a DeviceCapability)")
     for method in ("unavailable_reasons", "kernels", "validate_configuration"):
         if method not in cls.__abstractmethods__ and getattr(getattr(cls, method), "__self__", None) is not cls:
             problems.append(f"{method} is no class method")
     return problems
+
+
+def _are(values: object, good: Callable[[object], bool]) -> bool:
+    return isinstance(values, tuple | list | set | frozenset) and all(map(good, values))
 
 
 def _forget() -> None:

@@ -104,6 +104,11 @@ def test_a_module_that_is_imported_again_registers_again() -> None:
         ("THIRD", backend("OTHER"), ("declares name 'OTHER', not 'THIRD'",)),
         ("THIRD", backend(device_types=("tpu",)), ("declares device_types ('tpu',) (allowed: 'cpu', 'cuda')",)),
         ("THIRD", backend(device_types=()), ("declares device_types ()",)),
+        ("THIRD", backend(device_types=3), ("declares device_types 3",)),
+        ("THIRD", backend(supported_dtypes=(3,)), ("declares supported_dtypes (3,)",)),
+        ("THIRD", backend(supported_head_dims=(192, 128)), ("declares supported_head_dims (192, 128) (allowed: a tuple of pairs, (D, V))",)),
+        (3, backend(), ("name 3 (allowed: upper-case letters, digits and _)",)),
+        (None, backend(), ("name None (allowed: upper-case letters, digits and _)",)),
         ("THIRD", backend(supported_dtypes="float32"), ("declares supported_dtypes 'float32' (allowed: a tuple",)),
         ("THIRD", backend(min_capability=(8, 0)), ("declares min_capability (8, 0) (allowed: a DeviceCapability)",)),
         ("THIRD", backend(kernels=lambda cls, config: ([], [])), ("kernels is no class method",)),
@@ -114,11 +119,45 @@ def test_a_module_that_is_imported_again_registers_again() -> None:
         ("THIRD", 7, ("no subclass of MLAPrefillBackend",)),
     ],
 )
-def test_what_is_no_backend_is_refused_with_all_that_it_lacks(name: str, cls: Any, texts: tuple[str, ...]) -> None:
+def test_what_is_no_backend_is_refused_with_all_that_it_lacks(name: Any, cls: Any, texts: tuple[str, ...]) -> None:
     with pytest.raises(MLAInputError, match="cannot be registered as a backend: ") as refusal:
         register_mla_prefill_backend(name)(cls)
     assert all(text in str(refusal.value) for text in texts)
     assert name not in names()
+
+
+@pytest.mark.parametrize("place", ["CPU_SDPA.torch", ("CPU_SDPA", "REFERENCE")])
+def test_a_place_is_before_one_backend(place: Any) -> None:
+    """Before a kernel it stood nowhere, and of several places all but the first were forgotten."""
+    with pytest.raises(MLAInputError, match="before: got .*; allowed: one backend, and not one of its kernels"):
+        register_mla_prefill_backend("THIRD", before=place)(backend())
+    assert "THIRD" not in names()
+
+
+@pytest.mark.parametrize("error", [ImportError("x"), OSError("x"), AttributeError("x"), RuntimeError("x")], ids=lambda error: type(error).__name__)
+def test_a_kernel_that_cannot_be_loaded_leaves_the_problem_to_the_next(error: Exception) -> None:
+    def make() -> Any:
+        raise error
+
+    broken = classmethod(lambda cls, config: ([Kernel(name=config.kernel_name("THIRD", "one"), kind="array", make=make)], []))
+    register_mla_prefill_backend("THIRD", before="CPU_SDPA")(backend(kernels=broken))
+    said = rf"kernel THIRD\.one\.\S+ cannot be loaded: {type(error).__name__}: x"
+    with pytest.warns(UserWarning, match=said):
+        assert select(PROBLEM).get_name() != "THIRD"
+    with pytest.raises(MLAUnsupportedError, match=said) as refusal:
+        select(PROBLEM, "THIRD")
+    assert refusal.value.__cause__ is not None and refusal.value.__cause__.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    ("said", "reasons"), [(None, None), (7, None), ("too old", ("too old",)), ([KeyError("cuda")], ("'cuda'",)), (("a", "b"), ("a", "b"))], ids=str
+)
+def test_what_a_class_says_amiss_stops_no_other(said: Any, reasons: Any) -> None:
+    register_mla_prefill_backend("THIRD", before="CPU_SDPA")(backend(validate_configuration=classmethod(lambda cls, config: said)))
+    table = explain(PROBLEM)
+    (row,) = (row for row in table.rows if row.backend == "THIRD")
+    assert not row.valid and table.chosen not in (None, "THIRD")
+    assert row.reasons == reasons or reasons is None and row.reasons[0].startswith("its probe failed: TypeError: ")
 
 
 def test_an_unknown_place_is_refused() -> None:

@@ -14,7 +14,15 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import mla_interop  # noqa: E402
-from mla_interop import Kernel, MLAPrefillBackend, MLAPrefillSelectorConfig, MLAUnsupportedError, register_mla_prefill_backend, self_check  # noqa: E402
+from mla_interop import (  # noqa: E402
+    Kernel,
+    MLAPrefillBackend,
+    MLAPrefillSelectorConfig,
+    MLAUnsupportedError,
+    numeric_check,  # noqa: E402
+    register_mla_prefill_backend,
+    self_check,
+)
 from mla_interop.backends import registry  # noqa: E402
 from mla_interop.kernels.torch_call import adapt  # noqa: E402
 
@@ -192,3 +200,12 @@ def test_every_backend_of_this_gpu_passes() -> None:
 
     found = [check for check in self_checks() if check.device == "cuda"]
     assert found and all(check.ok for check in found), "\n".join(map(str, found))
+
+
+def test_one_backend_at_a_time_and_only_on_devices_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several names the first was checked; and a device that is not there "deviated"."""
+    with pytest.raises(mla_interop.MLAInputError, match="backend: got .*; allowed: one name, or one enum member"):
+        mla_interop.self_check(["REFERENCE", "CPU_SDPA"])
+    monkeypatch.setattr(numeric_check, "device_capability", lambda *device: None)
+    with pytest.raises(mla_interop.MLAUnsupportedError, match="REFERENCE cannot be checked here: no CUDA device"):
+        mla_interop.self_check("REFERENCE", "cuda")
