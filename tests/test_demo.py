@@ -79,12 +79,14 @@ def test_command_takes_any_config_and_prints_json(files: list[Path], small_confi
     assert Path(result["picture"]).exists()
 
 
-def test_command_prints_a_table_of_at_most_100_columns(files: list[Path], small_config: Path, tmp_path: Path) -> None:
+def test_command_prints_a_table_of_at_most_80_columns(files: list[Path], small_config: Path, tmp_path: Path) -> None:
     arguments = ["demo", *map(str, files), "--config", str(small_config), "--output", str(tmp_path), "--max-tokens", "64", "--device", "cpu"]
     done = typer_testing.CliRunner().invoke(app, arguments, catch_exceptions=False)
     lines = done.stdout.splitlines()
-    assert all(len(line) <= 100 for line in lines if "/" not in line), done.stdout
-    assert "37 64" in done.stdout and "torch_side" in done.stdout and "jax_side" in done.stdout
+    assert all(len(line) <= 80 for line in lines if "/" not in line), done.stdout
+    assert "2 texts (of 37, 64 bytes" in done.stdout and "torch_side" in done.stdout and "jax_side" in done.stdout
+    table = [line.split() for line in lines if line.startswith((" torch_side", " jax_side", " transformers"))]
+    assert [len(row) > 5 for row in table] == [True] * 3 and "Copies: " in done.stdout, "a path is one line"
 
 
 def test_layer_gives_what_the_model_gives(files: list[Path]) -> None:

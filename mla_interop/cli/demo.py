@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mla_interop.cli.output import JSON, progress_bar, require
+from mla_interop.cli.output import JSON, console, progress_bar, require
 
 
 def demo(
@@ -28,8 +28,6 @@ def demo(
     """
     for module in ("torch", "transformers", "matplotlib"):
         require(module, "demo")
-    from rich.console import Console
-
     from mla_interop.demo.run import run_demo
 
     settings: Any = dict(model=model, config=config, output=output, max_tokens=max_tokens, dtype=dtype, device=device, seed=seed)
@@ -38,6 +36,4 @@ def demo(
     if as_json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
-        console = Console()
-        console.width = min(console.width, 100) if console.is_terminal else 100
-        report.print(console)
+        report.print(console())

@@ -62,34 +62,38 @@ class Report:
         }
 
     def print(self, console: Console) -> None:
-        """The sentence, the table and the picture's path, within 100 columns."""
+        """The sentence, the table and the picture's path, within 80 columns but for paths."""
         q, v = self.inputs.q, self.inputs.v
         console.print(
-            f"{len(self.lengths)} texts ({sum(self.lengths):,} bytes, each a token) went, packed end to end, through one attention layer of {self.model} as "
+            f"{len(self.lengths)} texts (of {self._tokens()} bytes, each a token) went, packed end to end, through one attention layer of {self.model} as "
             f"transformers builds it ({q.shape[1]} heads of {q.shape[2]}/{v.shape[2]}, {_dtype(self)}, {q.device.type}, random weights); "
             "every path computed the attention of the q, k and v that the layer gave:"
         )
         console.print(self._table())
+        copies = {path.name: ", ".join(path.copies) or "none" for path in self.paths if path.backend}
+        for what in dict.fromkeys(copies.values()):
+            console.print(f"Copies: {what} ({', '.join(name for name, each in copies.items() if each == what)}).")
         left_out = "" if any(path.name.startswith("jax") for path in self.paths) else " JAX is not installed, so its path was left out."
         console.print(f"Errors are against float64: relative (Frobenius norm) for out, the largest absolute one for lse.{left_out}")
-        console.print(f"Where the outputs differ, per head and token: {self.picture}", soft_wrap=True)
+        console.print(f"\nPicture of where the outputs differ, per head and token:\n  {self.picture.resolve()}", soft_wrap=True)
 
     def _table(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1), collapse_padding=True)
-        for title in ("path", "tokens", "backend", "kernel", "copies"):
-            table.add_column(title, overflow="fold", no_wrap=title in ("path", "backend", "kernel"))
+        for title in ("path", "backend", "kernel"):
+            table.add_column(title, no_wrap=True)
         for title in ("time", "out error", "lse error"):
             table.add_column(title, justify="right", no_wrap=True)
         for path in self.paths:
             lse_error = "none given" if path.lse_error is None else f"{path.lse_error:.1e}"
-            ours = (path.backend, path.kernel, ", ".join(path.copies) or "none") if path.backend else ("its own", "", "")
-            table.add_row(path.name, self._tokens(), *ours, f"{path.milliseconds:.2f} ms", f"{path.out_error:.1e}", lse_error)
+            ours = (path.backend, path.kernel) if path.backend else ("its own", "")
+            table.add_row(path.name, *ours, f"{path.milliseconds:.2f} ms", f"{path.out_error:.1e}", lse_error)
         return table
 
     def _tokens(self) -> str:
-        if len(self.lengths) > 6:
-            return f"{len(self.lengths)} x {min(self.lengths)}-{max(self.lengths)}"
-        return " ".join(map(str, self.lengths))
+        """The length of all, where it is one; else each, or of many the ends."""
+        if len(set(self.lengths)) == 1:
+            return f"{self.lengths[0]:,}"
+        return ", ".join(f"{length:,}" for length in self.lengths) if len(self.lengths) <= 6 else f"{min(self.lengths):,} to {max(self.lengths):,}"
 
 
 def draw(paths: Sequence[PathResult], out64: np.ndarray, texts: Sequence[Text], title: str, file: Path) -> None:
