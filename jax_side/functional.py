@@ -13,9 +13,10 @@ from jax_side import callback, sharding
 from jax_side.kernel_call import KernelCall, array_code, custom_call
 from jax_side.target import device_of, traced_device
 from mla_interop import sequences
+from mla_interop.call_forms import dense_call, metadata_for
 from mla_interop.errors import input_error
 from mla_interop.exchange import TensorSpec, is_tracer
-from mla_interop.prefill import Options, bind, dense_call, make_options, metadata_for, resolve
+from mla_interop.prefill import Options, bind, make_options, resolve
 from mla_interop.sequences import PrefillMetadata
 
 _ROUTES = ("ffi", "callback")

@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec
 
 from jax_side import sharding
 from jax_side.functional import mla_prefill
+from mla_interop.call_forms import metadata_for
 from mla_interop.context_parallel import contribution, share_of
 from mla_interop.errors import MLAInputError, input_error
 from mla_interop.exchange import host_values
-from mla_interop.prefill import metadata_for
 from mla_interop.sequences import PrefillMetadata, prepare_metadata
 
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from mla_interop.call_forms import dense_call, metadata_for
 from mla_interop.errors import MLAInputError, input_error
 from mla_interop.exchange import TensorSpec, framework_of, host_values, is_tracer
 from mla_interop.host_tensor import DLPACK_CODES, as_tensor
-from mla_interop.prefill import Options, bind, dense_call, make_options, metadata_for, resolve
+from mla_interop.prefill import Options, bind, make_options, resolve
 from mla_interop.sequences import PrefillMetadata
 
 _FRONTENDS = {"torch": "torch_side", "jax": "jax_side"}

@@ -7,7 +7,6 @@ its arrays as :class:`TensorSpec`, calls both, allocates, and launches.
 import functools
 import math
 import numbers
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -15,16 +14,17 @@ import numpy as np
 
 from mla_interop.backends.base import CallShape, Kernel, MLAPrefillBackend
 from mla_interop.backends.registry import parse_names
+from mla_interop.call_forms import check_tensors
 from mla_interop.capability import device_capability, device_properties
 from mla_interop.config import environment_key
 from mla_interop.dimensions import MLADimensions
-from mla_interop.errors import MLAInputError, input_error
+from mla_interop.errors import input_error
 from mla_interop.exchange import TensorSpec
 from mla_interop.selector import MLAPrefillSelectorConfig, select
-from mla_interop.sequences import PrefillMetadata, dense_metadata, prepare_metadata
+from mla_interop.sequences import PrefillMetadata
+from mla_interop.strides import needs_copy, outer_strides
 
 FINISH_TAIL, FINISH_EMPTY_ROWS = 1, 2
-FORMS = "packed [tokens, heads, dim] or dense [batch, tokens, heads, dim]; the same form for q, k and v"
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -128,7 +128,7 @@ def resolve(q: TensorSpec, k: TensorSpec, v: TensorSpec, options: Options, num_s
 @functools.lru_cache(maxsize=8192)
 def _resolve(q: TensorSpec, k: TensorSpec, v: TensorSpec, options: Options, num_seqs: int, has_lengths: bool, environment: tuple[str | None, ...]) -> Resolved:
     del environment  # only a part of the key
-    _check_tensors(q, k, v)
+    check_tensors(q, k, v)
     scale = _check_options(options, q)
     tokens, heads, qk_head_dim = q.shape
     on_gpu = q.device_type == "cuda"
@@ -147,9 +147,9 @@ def _resolve(q: TensorSpec, k: TensorSpec, v: TensorSpec, options: Options, num_
         num_seqs=num_seqs,
     )
     backend = select(config, options.backend, options.fallback)
-    copies = tuple(_needs_copy(name, spec, backend.kernel) for name, spec in zip("qkv", (q, k, v), strict=True))
+    copies = tuple(needs_copy(name, spec, backend.kernel) for name, spec in zip("qkv", (q, k, v), strict=True))
     empty = not (tokens and k.shape[0] and heads and num_seqs)
-    strides = tuple(_outer_strides(spec, copy) for spec, copy in zip((q, k, v), copies, strict=True))
+    strides = tuple(outer_strides(spec, copy) for spec, copy in zip((q, k, v), copies, strict=True))
     shapes = (tokens, heads, v.shape[2]), (heads, tokens)
     return Resolved(backend, *shapes, scale, copies, strides, q.device_index, empty, options)  # pyright: ignore[reportArgumentType]
 
@@ -204,87 +204,6 @@ def with_heads(call: Resolved, heads: int) -> Resolved:
     return replace(call, backend=backend, out_shape=(tokens, heads, v_head_dim), lse_shape=(heads, tokens), strides=(qk, qk, v))
 
 
-def metadata_for(
-    q_shape: tuple[int, ...],
-    k_shape: tuple[int, ...],
-    metadata: PrefillMetadata | None,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    check: bool,
-) -> PrefillMetadata:
-    """The metadata of a call from whichever form the caller gave: metadata, cumulative lengths, or neither (one sequence, or dense).
-
-    Raises:
-        MLAInputError: Two forms at once, or lengths with a dense batch.
-    """
-    if metadata is not None:
-        if cu_seqlens_q is not None or cu_seqlens_k is not None or max_seqlen_q is not None or max_seqlen_k is not None:
-            raise MLAInputError("metadata: given together with cu_seqlens or max_seqlen; allowed: one of the two, since metadata holds both.")
-        if not isinstance(metadata, PrefillMetadata):
-            raise input_error("metadata", type(metadata).__name__, "what prepare_metadata returns")
-        return metadata
-    for name, shape in (("q", q_shape), ("k", k_shape)):
-        if len(shape) != 3:  # before lengths are compared with what is no number of tokens
-            raise input_error(name, f"shape {tuple(shape)}", FORMS)
-    if cu_seqlens_q is None and cu_seqlens_k is not None:
-        raise input_error("cu_seqlens_q", "None with cu_seqlens_k given", "both, or cu_seqlens_q alone")
-    if cu_seqlens_q is None:
-        if max_seqlen_q is None and max_seqlen_k is None:
-            return dense_metadata(1, q_shape[0], k_shape[0])
-        cu_seqlens_q, cu_seqlens_k = (0, q_shape[0]), (0, k_shape[0])
-    return prepare_metadata(
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        num_tokens_q=q_shape[0],
-        num_tokens_k=k_shape[0],
-        check=check,
-    )
-
-
-def dense_call(q: Any, k: Any, v: Any, lengths: tuple[Any, ...], run: Callable[..., Any]) -> Any:
-    """A dense ``[B, T, N, D]`` batch through the packed call ``run(q, k, v, metadata)``; arrays of any framework.
-
-    Packing is a view wherever the strides allow one. LSE comes back as ``[B, N, T]``.
-
-    Raises:
-        MLAInputError: k or v does not match q, or lengths were given too.
-    """
-    if any(given is not None for given in lengths):
-        raise MLAInputError("cu_seqlens, max_seqlen, metadata: given with a dense [B, T, N, D] batch; allowed: packed [T, N, D] input, or no lengths.")
-    if not (len(k.shape) == len(v.shape) == 4 and q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1] == v.shape[1]):
-        got = f"shapes {tuple(k.shape)}, {tuple(v.shape)}"
-        raise input_error("k, v", got, f"dense like q, {tuple(q.shape)}, with the same batch, and k as long as v")
-    batch, tokens, heads, _ = q.shape
-    packed = (x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in (q, k, v))
-    result = run(*packed, dense_metadata(batch, tokens, k.shape[1]))
-    out, lse = result if isinstance(result, tuple) else (result, None)
-    out = out.reshape(batch, tokens, heads, v.shape[3])
-    return out if lse is None else (out, lse.reshape(heads, batch, tokens).swapaxes(0, 1))
-
-
-def _check_tensors(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> None:
-    for name, spec in zip("qkv", (q, k, v), strict=True):
-        if len(spec.shape) != 3:
-            raise input_error(name, f"shape {spec.shape}", FORMS)
-    for name, spec in (("k", k), ("v", v)):
-        if spec.dtype != q.dtype:
-            raise input_error(name, f"dtype {spec.dtype}", f"q's dtype, {q.dtype}")
-        if (spec.device_type, spec.device_index) != (q.device_type, q.device_index):
-            raise input_error(name, f"device {spec.device}", f"q's device, {q.device}")
-        if spec.shape[1] != q.shape[1]:
-            raise input_error(name, f"{spec.shape[1]} heads", f"q's number of heads, {q.shape[1]}", "K and V must be expanded to all heads.")
-    if k.shape[2] != q.shape[2]:
-        raise input_error("k", f"last dim {k.shape[2]}", f"q's last dim, {q.shape[2]}")
-    if k.shape[0] != v.shape[0]:
-        raise input_error("v", f"{v.shape[0]} rows", f"k's number of rows, {k.shape[0]}")
-    if q.shape[2] == 0 or v.shape[2] == 0:
-        raise input_error("q" if q.shape[2] == 0 else "v", "last dim 0", "a positive head dimension")
-
-
 def _check_options(options: Options, q: TensorSpec) -> float:
     if options.padding not in ("finite", "any"):
         raise input_error("padding", repr(options.padding), "'finite' or 'any'")
@@ -305,32 +224,6 @@ def _check_tokens(tensor: str, lengths: str, rows: int, stated: int | None, padd
     if stated is not None and stated != rows:
         kind = "a buffer of" if padded else "exactly"
         raise input_error(tensor, f"{rows} rows", f"{stated}, since the metadata was prepared for {kind} {stated}", "See num_tokens_q, num_tokens_k.")
-
-
-def _needs_copy(name: str, spec: TensorSpec, kernel: Kernel) -> bool:
-    if spec.strides is None or 0 in spec.shape:
-        return False
-    multiple = max(1, 16 // np.dtype(np.uint8 if spec.dtype.startswith("float8") else _WIDTHS.get(spec.dtype, np.float32)).itemsize)
-    expected, compact = 1, True
-    for extent, stride in zip(reversed(spec.shape), reversed(spec.strides), strict=True):
-        compact &= extent == 1 or stride == expected
-        expected *= extent
-    if compact:
-        return not spec.aligned and kernel.kind == "compiled" and spec.device_type == "cuda"
-    if name not in kernel.strided or spec.strides[2] != 1 and spec.shape[2] != 1:
-        return True
-    outer = [stride for extent, stride in zip(spec.shape[:2], spec.strides[:2], strict=True) if extent > 1]
-    # A stride of 0 (a broadcast head) never reaches a kernel (sglang#20598); vector loads need 16-byte multiples.
-    return any(stride <= 0 or (spec.device_type == "cuda" and stride % multiple) for stride in outer) or not spec.aligned
-
-
-def _outer_strides(spec: TensorSpec, copied: bool) -> tuple[int, int]:
-    if spec.strides is None or copied:
-        return spec.shape[1] * spec.shape[2], spec.shape[2]
-    return spec.strides[0], spec.strides[1]
-
-
-_WIDTHS = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32, "float64": np.uint64}
 
 
 def _with_rows(metadata: PrefillMetadata, rows: int) -> PrefillMetadata:

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
+from mla_interop.call_forms import dense_call, metadata_for
 from mla_interop.errors import input_error
-from mla_interop.prefill import dense_call, make_options, metadata_for
+from mla_interop.prefill import make_options
 from mla_interop.sequences import PrefillMetadata
 from torch_side.launch import call, check_out
 from torch_side.metadata import prepare_metadata as prepare_metadata

@@ -15,12 +15,12 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from mla_interop import prefill
 from mla_interop.backends.registry import parse_names
+from mla_interop.call_forms import check_tensors, dense_call, metadata_for
 from mla_interop.config import environment_key
 from mla_interop.errors import MLAInputError, input_error
 from mla_interop.exchange import TensorSpec
-from mla_interop.prefill import Options, make_options, metadata_for
+from mla_interop.prefill import Options, make_options
 from mla_interop.sequences import Bounds, PrefillMetadata, dense_metadata
 from torch_side.launch import DTYPE_NAMES, call, call_key, check_out, find_shared, launch, no_memory, on_device, prepared_for
 
@@ -130,7 +130,7 @@ def _run_equal(q: Any, k: Any, v: Any, out: Any, options: Options) -> Any:
     if q.dim() != 4:
         return call(q, k, v, options, dense_metadata(1, q.shape[0], k.shape[0]), out)
     flat = None if out is None else out.flatten(0, 1)
-    return prefill.dense_call(q, k, v, (), lambda q, k, v, metadata: call(q, k, v, options, metadata, flat))
+    return dense_call(q, k, v, (), lambda q, k, v, metadata: call(q, k, v, options, metadata, flat))
 
 
 def _prefill(q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
@@ -152,7 +152,7 @@ def _fake_lse(q: Any, k: Any, v: Any, cu_q: Any, return_lse: bool) -> Any:
     packed = [x if x.dim() == 3 else x[0] for x in (q, k, v)]
     device = q.device
     specs = [TensorSpec(tuple(x.shape), None, DTYPE_NAMES.get(x.dtype, str(x.dtype)), x.device.type, x.device.index or 0) for x in packed]
-    prefill._check_tensors(*specs)
+    check_tensors(*specs)
     if cu_q is not None and cu_q.device != device:
         raise input_error("cu_seqlens_q", f"device {cu_q.device}", f"q's device, {device}")
     if not return_lse:

@@ -23,6 +23,7 @@ from mla_interop.installed import assume_installed
 from mla_interop.kernels import cudnn_graph
 from mla_interop.selector import MLAPrefillSelectorConfig, explain
 from mla_interop.sequences import prepare_metadata
+from mla_interop.strides import outer_strides
 
 HEADS, DIM, DIM_V, NOPE = 3, 192, 128, 64
 LENGTHS = ((0, 7), (5, 5), (6, 0), (9, 4), (3, 11), (0, 0), (2, 2))  # queries and keys of each sequence: 7 of them, planned as 8
@@ -189,8 +190,8 @@ def test_a_call_is_prepared_with_what_its_launch_gets() -> None:
     shapes: list[CallShape] = []
     kernel = Kernel(name="CUDNN.graph.sm_90", kind="compiled", make=lambda: print, native_empty_rows=False, prepare=lambda shape: shapes.append(shape) or 77)
     metadata = prepare_metadata([0, 3, 10], [0, 6, 19], num_tokens_q=12, num_tokens_k=25)
-    strides = prefill._outer_strides(TensorSpec((12, 2, 8), (64, 16, 2), "bfloat16", "cuda"), True)
-    strided = prefill._outer_strides(TensorSpec((25, 2, 8), (64, 16, 1), "bfloat16", "cuda"), False)
+    strides = outer_strides(TensorSpec((12, 2, 8), (64, 16, 2), "bfloat16", "cuda"), True)
+    strided = outer_strides(TensorSpec((25, 2, 8), (64, 16, 1), "bfloat16", "cuda"), False)
     backend = SimpleNamespace(kernel=kernel)
     call = prefill.Resolved(backend, (12, 2, 8), (2, 12), 1.0, (True, False, False), (strides, strided, strided), 1, False, prefill.Options(return_lse=True))  # pyright: ignore[reportArgumentType]
     bound = prefill.bind(call, metadata, 25, exact=True)
