@@ -5,9 +5,11 @@ pip fetches what the wheel asks for, as a user's would. What a combination lacks
 
 import os
 import re
+import shutil
 import subprocess
 import venv
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,15 +118,22 @@ def run_tests(programs: Path, source: Path, cache: Path, tests: tuple[str, ...])
 SLOW = pytest.mark.slow
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Gone afterwards: an environment has gigabytes, and pytest keeps the folders of three runs."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("combination", [CORE, pytest.param(CLI, marks=SLOW), pytest.param(TORCH, marks=SLOW), pytest.param(JAX, marks=SLOW)], ids=str)
-def test_one_extra_alone(release: Release, combination: Combination, tmp_path: Path) -> None:
-    programs = install(release, tmp_path / "environment", combination.extra, combination.packages)
+def test_one_extra_alone(release: Release, combination: Combination, folder: Path) -> None:
+    programs = install(release, folder / "environment", combination.extra, combination.packages)
     looked = "import importlib.util, sys; print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name)))"
-    assert run([programs / "python", "-c", looked, *combination.lacks], tmp_path).strip() == "", "what it must lack is there: nothing would be proven"
+    assert run([programs / "python", "-c", looked, *combination.lacks], folder).strip() == "", "what it must lack is there: nothing would be proven"
     where = "import mla_interop, mla_interop.version; print(mla_interop.version.__file__)"
-    assert str(tmp_path / "environment") in run([programs / "python", "-c", where], tmp_path)
-    passed = run_tests(programs, without_packages(release, tmp_path / "sdist"), tmp_path / "cache", combination.tests)
+    assert str(folder / "environment") in run([programs / "python", "-c", where], folder)
+    passed = run_tests(programs, without_packages(release, folder / "sdist"), folder / "cache", combination.tests)
     assert passed >= combination.at_least
 
 
@@ -145,7 +154,7 @@ def test_the_lower_bounds_are_read(release: Release) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_oldest_versions_that_are_stated_work(release: Release, tmp_path: Path) -> None:
-    programs = install(release, tmp_path / "environment", "torch,jax", (*lowest(release), "ml_dtypes"))
+def test_the_oldest_versions_that_are_stated_work(release: Release, folder: Path) -> None:
+    programs = install(release, folder / "environment", "torch,jax", (*lowest(release), "ml_dtypes"))
     tests = ("tests/core", "tests/contract", "tests/torch_side", "tests/jax_side", "tests/context", "tests/kernels/test_cpu_sdpa.py")
-    assert run_tests(programs, without_packages(release, tmp_path / "sdist"), tmp_path / "cache", tests) >= 3000
+    assert run_tests(programs, without_packages(release, folder / "sdist"), folder / "cache", tests) >= 3000
