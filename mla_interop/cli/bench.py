@@ -7,18 +7,19 @@ from typing import Annotated, Any
 
 import typer
 
-from mla_interop.cli.output import JSON, device_named, progress_bar, require
+from mla_interop.cli.output import JSON, check_picture, device_named, dtypes_named, progress_bar, require
 from mla_interop.errors import input_error
 from mla_interop.progress import told, within
 
 
 def bench(
     device: Annotated[str | None, typer.Option(show_default="cuda where there is one", help="cpu or cuda.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of q, k and v; several with commas between.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(callback=dtypes_named, help="Of q, k and v; several with commas between.")] = "bfloat16",
     only: Annotated[str, typer.Option(help="Run only what has this in its framework, name or kernel.")] = "",
     problems: Annotated[str | None, typer.Option(show_default="all", help="Names as in the tables (128x4096x1), with commas between.")] = None,
     soak: Annotated[bool, typer.Option("--soak", help="Also a million calls each, and whether the process grew.")] = False,
     output: Annotated[Path | None, typer.Option(help="Where to write the results as JSON.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Where to draw the times; the suffix decides the format.")] = None,
     as_json: JSON = False,
 ) -> None:
     """Every kernel from both frameworks, and the peers that are installed, on the same inputs in one run."""
@@ -35,9 +36,12 @@ def bench(
     if not set(names) <= set(known):
         raise input_error("problems", problems, ", ".join(known))
 
-    if output is not None:  # before anything is measured, not after
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.open("a").close()
+    if picture is not None:
+        check_picture(picture)
+    for path in (output, picture):  # before anything is measured, not after
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()
     shown: list[tuple[str, str]] = []
 
     def said(row: dict[str, Any]) -> None:
@@ -46,8 +50,8 @@ def bench(
         if (row["problem"], row["dtype"]) not in shown[-1:]:
             shown.append((row["problem"], row["dtype"]))
             print(f"{row['problem']}, {row['dtype']}")
-        took = f"{row['us']:10.1f} us" if "us" in row else row["failed"]
-        print(f"  {row['framework']:<5} {row['name']:<36} {row['kernel']:<20} {took}")
+        took = f"{row['us']:>11,.1f} us" if "us" in row else row["failed"]
+        print(f"  {row['framework']:<5} {' '.join((row['name'], row['kernel'])):<57} {took}")
 
     with progress_bar("looking around", quiet=as_json) as progress:
         results = run.measure(device, dtype.split(","), [known[name] for name in names], only, said, within(progress, 0.0, 0.5 if soak else 1.0))
@@ -57,5 +61,18 @@ def bench(
             results["soak"] = [call(device) for _, call in each]
     if output is not None:
         run.save(results, output)
+    if picture is not None:
+        _draw(results, picture)
     if as_json:
         print(json.dumps(results, indent=2))
+    elif output is None:
+        print("Not kept: --output FILE writes these times, --picture FILE draws them.")
+
+
+def _draw(results: dict[str, Any], picture: Path) -> None:
+    from mla_interop.explore.speed import Timing
+
+    environment = results["environment"]
+    rows = [{**row, "problem": f"{row['problem']}, {row['dtype']}"} for row in results["rows"] if "us" in row]
+    if rows:
+        Timing(f"{environment['machine']}, {environment['date']}", rows).plot().savefig(picture, dpi=130)

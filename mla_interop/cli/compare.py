@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mla_interop.cli.output import JSON, NO, console, device_named, model_named, plain, progress_bar
+from mla_interop.cli.output import JSON, NO, check_picture, console, device_named, dtypes_named, model_named, plain, progress_bar
 from mla_interop.errors import MLAUnavailableError, input_error
 
 # What rounding explains in every kernel family: out relative (Frobenius norm), lse absolute.
@@ -26,7 +26,9 @@ def compare(
     backend: Annotated[str | None, typer.Option(show_default="all that can serve this here", help="Backends or kernels, with commas between.")] = None,
     frameworks: Annotated[str | None, typer.Option(show_default="torch where it is", help="Call each from torch, jax, numpy; with commas between.")] = None,
     baseline: Annotated[str, typer.Option(help="What the others are compared with: float64, a backend, or `file`.")] = "float64",
-    dtype: Annotated[str | None, typer.Option(show_default="the file's; else float32 on a CPU, bfloat16 on a GPU", help="Round q, k and v to it.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(callback=dtypes_named, show_default="the file's; else float32 on a CPU, bfloat16 on a GPU", help="Round q, k and v to it.")
+    ] = None,
     bf16: Annotated[bool, typer.Option("--bf16", help="16-bit integers in the file are the bits of bfloat16.")] = False,
     model: Annotated[str, typer.Option(help="Whose dimensions random numbers have.")] = "deepseek-v2-lite",
     heads: Annotated[int | None, typer.Option(min=1, show_default="the model's", help="Of random numbers.")] = None,
@@ -52,6 +54,8 @@ def compare(
     from mla_interop import explore
 
     device = device_named(device)
+    if not no_picture and picture.suffix != ".png":  # without matplotlib there is no picture, but an answer
+        check_picture(picture)
     given = _inputs(file, dtype, bf16, model, heads, tokens, context, seed, device)
     with progress_bar("comparing", quiet=as_json) as progress:
         found = explore.compare(
@@ -73,7 +77,7 @@ def compare(
     if as_json:
         print(json.dumps(_sound({**found.to_dict(), "accepted": {"out": limit, "lse": max_lse_error}, "deviating": deviating, "picture": drawn}), indent=2))
     else:
-        _print(found, deviating, drawn)
+        _print(found, deviating, (limit, max_lse_error), drawn)
     if deviating:
         raise typer.Exit(NO)
 
@@ -128,7 +132,7 @@ def _sound(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _print(found: Any, deviating: dict[str, str], drawn: str) -> None:
+def _print(found: Any, deviating: dict[str, str], accepted: tuple[float, float], drawn: str) -> None:
     screen = console()
     screen.print(plain(found.title))
     summary = ("result", "out error", "x rounding", "worst row", "lse error", "bad rows")
@@ -142,7 +146,9 @@ def _print(found: Any, deviating: dict[str, str], drawn: str) -> None:
         screen.print(plain(f"{label} failed: {why}"))
     for label, why in deviating.items():
         screen.print(plain(f"{label} DEVIATES: {why}"))
-    screen.print(plain("Errors are relative to the usual size of a row; of lse, absolute."))
+    if not deviating:
+        screen.print(plain(f"Nothing deviates (accepted: out error {accepted[0]:.0e}, lse error {accepted[1]:.0e}, no bad rows)."))
+    screen.print(plain("Errors are relative to the usual size of a row; of lse, absolute. x rounding: out error over what rounding to the dtype alone gives."))
     if drawn:
         screen.print(plain(f"picture: {drawn}"), soft_wrap=True)
 

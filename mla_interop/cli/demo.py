@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mla_interop.cli.output import JSON, console, progress_bar, require
+from mla_interop.cli.output import JSON, console, dtypes_named, progress_bar, require
 
 
 def demo(
@@ -17,7 +17,9 @@ def demo(
     config: Annotated[Path | None, typer.Option(help="config.json of any MLA model in the Hugging Face format, instead of --model.")] = None,
     output: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("demo-output"),
     max_tokens: Annotated[int, typer.Option(min=1, help="Where each text is cut.")] = 1024,
-    dtype: Annotated[str | None, typer.Option(show_default="float32 on a CPU, else bfloat16", help="float32, bfloat16 or float16.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(callback=dtypes_named, show_default="float32 on a CPU, else bfloat16", help="float32, bfloat16 or float16.")
+    ] = None,
     device: Annotated[str | None, typer.Option(show_default="cuda where there is one", help="cpu or cuda.")] = None,
     seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
     as_json: JSON = False,

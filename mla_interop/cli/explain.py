@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from mla_interop.cli.output import JSON, model_named, print_table
+from mla_interop.cli.output import JSON, dtypes_named, model_named, print_table
 
 
 def explain(
@@ -13,7 +13,7 @@ def explain(
     gpu: Annotated[
         str | None, typer.Option(show_default="this machine's", help="A GPU's name (h200, b200, rtx-5090, ...), a compute capability (9.0), or cpu.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of q, k and v.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(callback=dtypes_named, help="Of q, k and v.")] = "bfloat16",
     heads: Annotated[int | None, typer.Option(min=1, show_default="the model's", help="Heads on one device.")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="Query tokens of all sequences, for the choice by measured times.")] = None,
     sequences: Annotated[int | None, typer.Option(min=1, help="Number of sequences, likewise.")] = None,

@@ -5,6 +5,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,6 +19,7 @@ OK, NO, BAD_USE = 0, 1, 2
 """Exit codes: done; done, and the answer is no (something deviates, or could not be had); asked in a way that makes no sense."""
 
 
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64", "fp8": "float8_e4m3fn"}
 _MARKS = {"->": "bold green", "ok": "green", "no": "yellow"}
 
 
@@ -32,6 +34,11 @@ def model_named(name: str) -> Any:
     if name not in MODELS:
         raise input_error("model", repr(name), ", ".join(MODELS))
     return MODELS[name]
+
+
+def dtypes_named(names: str | None) -> str | None:
+    """Names of dtypes with commas between, those in full that serving commands shorten (``bf16``)."""
+    return names and ",".join(_SHORT.get(name.strip().lower(), name.strip()) for name in names.split(","))
 
 
 def device_named(name: str | None) -> str:
@@ -62,6 +69,21 @@ def require(module: str, extra: str) -> Any:
         missing = isinstance(error, ModuleNotFoundError) and error.name == module
         why = "is not installed" if missing else f"cannot be imported ({type(error).__name__}: {error})"
         raise MLAUnavailableError(f"this command needs {module}, which {why}; install it with: pip install 'mla-interop[{extra}]'") from error
+
+
+def check_picture(path: Path) -> None:
+    """Whether a picture can be written in the format that the suffix names; asked before anything is computed.
+
+    Raises:
+        MLAInputError: matplotlib does not know it.
+        MLAUnavailableError: matplotlib cannot be imported.
+    """
+    require("matplotlib", "notebook")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in known:
+        raise input_error("picture", repr(str(path)), f"a path that ends in {', '.join(f'.{name}' for name in known)}")
 
 
 def console(stderr: bool = False) -> Any:

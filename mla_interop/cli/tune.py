@@ -4,14 +4,14 @@ from typing import Annotated, Any
 
 import typer
 
-from mla_interop.cli.output import JSON, device_named, model_named, progress_bar, require
+from mla_interop.cli.output import JSON, device_named, dtypes_named, model_named, progress_bar, require
 from mla_interop.errors import input_error
 
 
 def tune(
     model: Annotated[str, typer.Option(help="Whose head dimensions; an unknown name lists the known.")] = "deepseek-v3",
     device: Annotated[str | None, typer.Option(show_default="cuda where there is one", help="cpu or cuda.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of q, k and v.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(callback=dtypes_named, help="Of q, k and v.")] = "bfloat16",
     heads: Annotated[str | None, typer.Option(show_default="16,128; on a CPU 8", help="Numbers of heads, with commas between.")] = None,
     seconds: Annotated[float, typer.Option(min=1, help="When to stop. A kernel that must be built first may take longer.")] = 40,
     as_json: JSON = False,

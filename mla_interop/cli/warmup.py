@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mla_interop.cli.output import JSON, NO, console, mib, model_named, plain, progress_bar
+from mla_interop.cli.output import JSON, NO, console, dtypes_named, mib, model_named, plain, progress_bar
 from mla_interop.progress import Progress, told, within
 
 _COLOURS = {"built": "green", "was there": "green", "nothing to build": "dim", "left out": "yellow", "failed": "red"}
@@ -17,7 +17,7 @@ def warmup(
     gpu: Annotated[
         str | None, typer.Option(show_default="this machine's", help="A GPU's name (h200, b200, rtx-5090, ...), a compute capability (9.0), or cpu.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of q, k and v; several with commas between.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(callback=dtypes_named, help="Of q, k and v; several with commas between.")] = "bfloat16",
     heads: Annotated[int | None, typer.Option(min=1, show_default="the model's", help="Heads on one device.")] = None,
     backend: Annotated[str | None, typer.Option(show_default="all that may be chosen", help="Build these, with commas between.")] = None,
     jax: Annotated[bool, typer.Option("--jax/--no-jax", help="Also the handler for calls from JAX.")] = True,

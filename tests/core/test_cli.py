@@ -46,6 +46,11 @@ def test_explain_prints_the_full_order_with_reasons_for_a_stated_target(gpu: str
     assert "128 heads of 192/128" in words(shown) and max(map(len, shown.splitlines())) <= 80
 
 
+@pytest.mark.parametrize(("short", "full"), [("bf16", "bfloat16"), ("FP16", "float16"), ("fp8", "float8_e4m3fn"), ("float32", "float32")])
+def test_a_dtype_may_be_shortened(short: str, full: str) -> None:
+    assert json.loads(run("explain", "--gpu", "h200", "--dtype", short, "--json"))["problem"]["dtype"] == full
+
+
 def test_explain_takes_every_setting() -> None:
     settings = [
         "--model",
@@ -77,7 +82,7 @@ def test_explain_takes_every_setting() -> None:
     [
         (["--model", "gpt-2"], "model: got 'gpt-2'; allowed: deepseek-v2, "),
         (["--gpu", "riva-128"], "gpu: got 'riva-128'; allowed: a100, h100, "),
-        (["--dtype", "bf16"], f"dtype: got 'bf16'; allowed: {', '.join(DTYPES)}"),
+        (["--dtype", "int8"], f"dtype: got 'int8'; allowed: {', '.join(DTYPES)}"),
         (["--backend", "fa"], "backend: got 'fa'; allowed: FLASH_ATTN"),
     ],
 )

@@ -133,9 +133,10 @@ def test_what_people_see_fits_80_columns_with_a_picture(tmp_path: Path) -> None:
     lines = [line for line in shown.stdout.splitlines() if not line.startswith("picture: ")]
     assert max(map(len, lines)) <= 80 and (tmp_path / "new" / "a.png").read_bytes()[:4] == b"\x89PNG"
     assert "14 tokens in 3 sequences, 3 heads of 192/128" in " ".join(shown.stdout.split()) and "rows that differ most" in shown.stdout
+    assert "Nothing deviates" in shown.stdout
 
 
-@pytest.mark.parametrize("arguments", [["--tokens", "3,x"], ["--context", "1"], ["--dtype", "bf16"], ["--device", "tpu"], ["--model", "gpt-2"]])
+@pytest.mark.parametrize("arguments", [["--tokens", "3,x"], ["--context", "1"], ["--dtype", "int8"], ["--device", "tpu"], ["--model", "gpt-2"]])
 def test_bad_arguments_are_told_in_words(arguments: list[str]) -> None:
     result = CliRunner().invoke(app, ["compare", "--no-picture", *arguments])
     assert isinstance(result.exception, MLAInputError)

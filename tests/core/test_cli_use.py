@@ -83,12 +83,15 @@ BAD_USES = [
     ["cache", "clear", "--older-than", "-1"],
 ]
 BAD_USES_OF_TORCH = [["tune", "--heads", "many"], ["bench", "--device", "cpu", "--problems", "1x1"], ["bench", "--device", "tpu"]]
+BAD_PICTURES = [["compare", "--device", "cpu", "--picture", "a.doc"], ["bench", "--device", "cpu", "--picture", "a.doc"]]
 
 
-@pytest.mark.parametrize("arguments", [*BAD_USES, *BAD_USES_OF_TORCH], ids=" ".join)
+@pytest.mark.parametrize("arguments", [*BAD_USES, *BAD_USES_OF_TORCH, *BAD_PICTURES], ids=" ".join)
 def test_bad_use_is_code_two(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    if arguments in BAD_USES_OF_TORCH:
+    if arguments in BAD_USES_OF_TORCH or arguments in BAD_PICTURES:
         pytest.importorskip("torch")
+    if arguments in BAD_PICTURES:
+        pytest.importorskip("matplotlib")
     monkeypatch.setattr(sys, "argv", ["mla-interop", *arguments])
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a command sets it for its process, which is this one
     with pytest.raises(SystemExit) as end:
