@@ -11,10 +11,12 @@ import fcntl
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,6 +25,8 @@ from typing import Any
 from mla_interop.errors import MLABuildError
 
 SOURCES = Path(__file__).parent / "csrc"
+SLOW_BUILD_S = 5.0  # a build that takes longer says so
+_log = logging.getLogger("mla_interop")
 
 
 def cache_dir() -> Path:
@@ -77,6 +81,10 @@ def cached_path(name: str, key: Mapping[str, object], suffix: str = ".so") -> Pa
 
 def _build_into(path: Path, name: str, key: Mapping[str, object], build: Callable[[Path], None]) -> None:
     scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=path.parent))
+    # A first call that waits for minutes must not look like one that hangs.
+    note = threading.Timer(SLOW_BUILD_S, _log.warning, ["%s is being built, once; this can take minutes. `mla-interop warmup` builds beforehand.", name])
+    note.daemon = True
+    note.start()
     try:
         made = scratch / path.name
         build(made)
@@ -84,6 +92,7 @@ def _build_into(path: Path, name: str, key: Mapping[str, object], build: Callabl
         path.with_suffix(".json").write_text(json.dumps(dict(key), sort_keys=True, default=str, indent=1))
         os.replace(made, path)
     finally:
+        note.cancel()
         shutil.rmtree(scratch, ignore_errors=True)
 
 
