@@ -29,18 +29,20 @@ PYTEST_ARGS ?= -n 2
 .PHONY: demo notebook docs test test-all lint install clean
 
 demo: $(STAMP)
-	$(BIN)/mla-interop demo $(DEMO_ARGS)
+	@$(BIN)/mla-interop demo $(DEMO_ARGS)
+	@echo "Next: make notebook; or \`. $(BIN)/activate\`, and mla-interop --help."
 
 # Runs one notebook from top to bottom; NOTEBOOK=notebooks/03_lse_and_merging.ipynb, say, runs another.
 NOTEBOOK ?= notebooks/01_first_prefill.ipynb
 notebook: $(STAMP)
-	$(BIN)/python -m nbconvert --log-level=ERROR --ExecutePreprocessor.extra_arguments=--IPKernelApp.log_level=40 --execute --to html --output-dir notebooks-output $(NOTEBOOK)
-	@echo "$(NOTEBOOK) ran; open $(CURDIR)/notebooks-output/$(basename $(notdir $(NOTEBOOK))).html in a browser."
+	@echo "Running $(NOTEBOOK); half a minute or more."
+	@$(BIN)/python -m nbconvert --log-level=ERROR --ExecutePreprocessor.extra_arguments=--IPKernelApp.log_level=40 --execute --to html --output-dir notebooks-output $(NOTEBOOK)
+	@echo "Open $(CURDIR)/notebooks-output/$(basename $(notdir $(NOTEBOOK))).html in a browser."
 	@echo "To work in the notebooks: $(BIN)/pip install jupyterlab && $(BIN)/python -m jupyter lab notebooks"
 
 # Warnings are errors, as in the tests. Material's notice about its own successor is no warning about these pages.
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --site-dir site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --site-dir site
 	@echo "Open $(CURDIR)/site/index.html; with search: $(BIN)/python -m http.server --directory site"
 
 test: lint
@@ -56,11 +58,16 @@ lint: $(STAMP)
 
 install: $(STAMP)
 
+# One line, in place, names the file that pip is at, so that some minutes are not silent; all that pip says is shown where it fails.
+$(STAMP): SHELL := bash
+$(STAMP): .SHELLFLAGS := -o pipefail -c
 $(STAMP): pyproject.toml Makefile
 	@echo "Installing into $(VENV) for $(FLAVOUR), once; this takes some minutes."
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -qq --upgrade pip
-	$(BIN)/python -m pip install -qq $(PACKAGES)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --upgrade pip
+	@$(BIN)/python -m pip install --progress-bar off $(PACKAGES) 2>&1 | tee $(VENV)/install.log | \
+	  awk '/^ *(Downloading|Using cached) / {sub(/^ */, ""); printf "\r\033[K  %.76s", $$0; fflush()} /^Installing/ {printf "\r\033[K  Unpacking"; fflush()} END {printf "\r\033[K"}' \
+	  || { cat $(VENV)/install.log; exit 1; }
 	@touch $@
 
 clean:

@@ -66,6 +66,12 @@ def markdown() -> str:
     return "\n".join(parts)
 
 
+def summary() -> str:
+    """One table for the README: DeepSeek's head dimensions in bfloat16, the kernel that is preferred, or ``-``."""
+    made = [(name, *(answer(name, DEEPSEEK_R1, each)[0] or "-" for each in ARCHITECTURES)) for name in MLAPrefillBackendEnum.__members__]
+    return _table(("backend", *ARCHITECTURES), made).rstrip()
+
+
 def _support(dimensions: MLADimensions, notes: dict[tuple[str, ...], int]) -> str:
     rows = []
     for backend in MLAPrefillBackendEnum.__members__:

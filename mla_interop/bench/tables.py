@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mla_interop import support
 from mla_interop.capability import KNOWN_GPUS
 from mla_interop.config import use_config
 from mla_interop.dimensions import MODELS
@@ -120,11 +121,16 @@ def caption(results: dict[str, Any]) -> str:
 
 def host(results: dict[str, Any]) -> str:
     """What the host does around the kernels, and whether very many calls leave the process any larger; "" where neither was measured."""
-    lines = [f"| {row['name']} | {number(row['us'])} us |" for row in results.get("host", ()) if "us" in row]
+    lines = [f"| {row['name']} | {_host_cell(row)} |" for row in results.get("host", ()) if "us" in row]
     for row in results.get("soak", ()):
         grown = ", ".join(f"{value:,} {name.removeprefix('grown_').replace('_', ' ')}" for name, value in row.items() if name.startswith("grown_"))
         lines.append(f"| growth over the second half of {row['name'].replace(str(row['calls']), format(row['calls'], ','))} | {grown} |")
     return "\n".join(["| around the kernels | |", "|---|---:|", *lines]) if lines else ""
+
+
+def _host_cell(row: dict[str, Any]) -> str:
+    """A time, or, where it is a difference of two that noise made negative, that it is none."""
+    return "less than the noise" if row["us"] < 0 else f"{number(row['us'])} us"
 
 
 def times(files: list[dict[str, Any]]) -> str:
@@ -184,10 +190,14 @@ def explained() -> str:
     return f"```text\n{replace(table, rows=tuple(replace(row, versions=()) for row in table.rows))}\n```"
 
 
+ASKED = {"explain": explained, "support": support.summary}
+"""What is rendered from the code itself, not from results."""
+
+
 def render(name: str, folder: Path = RESULTS) -> str:
-    """The text between a pair of markers: ``explain``, ``gpu``, ``cpu`` or ``layer``; "" where there are no results for it."""
-    if name == "explain":
-        return explained()
+    """The text between a pair of markers: ``explain``, ``support``, ``gpu``, ``cpu`` or ``layer``; "" where there are no results for it."""
+    if name in ASKED:
+        return ASKED[name]()
     files = [json.loads(path.read_text()) for file in SOURCES[name] if (path := folder / file).exists()]
     return (layers if name == "layer" else times)(files) if files else ""
 
@@ -203,7 +213,14 @@ def rewritten(text: str) -> str:
 
 
 def main() -> None:
-    """Rewrite the documents, or check them."""
+    """Rewrite the documents and their picture, or check them."""
+    from mla_interop.bench import picture
+
+    results = picture.read()
+    if "--check" not in sys.argv:
+        picture.draw(results)
+    elif not picture.is_current(results):
+        sys.exit(f"{picture.FILE.name} does not show benchmarks/results; run python -m mla_interop.bench.tables")
     for name in DOCUMENTS:
         path = ROOT / name
         old = path.read_text()

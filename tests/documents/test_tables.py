@@ -10,7 +10,7 @@ from typing import Any
 import pages
 import pytest
 
-from mla_interop.bench import tables
+from mla_interop.bench import picture, tables
 
 README = (tables.ROOT / "README.md").read_text()
 
@@ -20,8 +20,23 @@ def test_tables_are_those_of_the_result_files() -> None:
     assert done.returncode == 0, done.stderr
     for document in tables.DOCUMENTS:
         found = re.findall(r"<!-- table:(\w+) -->", (tables.ROOT / document).read_text())
-        assert {"explain", *found} == {"explain", *tables.SOURCES}, document
-    assert "<!-- table:explain -->" in README
+        assert {*tables.ASKED, *found} == {*tables.ASKED, *tables.SOURCES}, document
+    assert all(f"<!-- table:{name} -->" in README for name in tables.ASKED)
+
+
+def test_the_picture_is_of_these_results(tmp_path: Path) -> None:
+    found = picture.read()
+    assert picture.is_current(found), "run python -m mla_interop.bench.tables"
+    shown = picture.rows(found)
+    assert {row["framework"] for row in shown} == {"torch", "jax"} and len({row["problem"] for row in shown}) == picture.PANELS
+    shown[0]["us"] += 1
+    assert not picture.is_current(found), "another time is another picture"
+    assert not picture.is_current(found, tmp_path / "none.png")
+
+
+def test_a_negative_difference_is_no_number() -> None:
+    made = tables.host({"host": [{"name": "import", "us": -3.0}, {"name": "planning", "us": 2.0}]})
+    assert "| import | less than the noise |" in made and "| planning | 2.0 us |" in made
 
 
 @pytest.mark.parametrize("document", tables.DOCUMENTS)
