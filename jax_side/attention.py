@@ -15,7 +15,8 @@ from mla_interop.context import ContextBounds, ContextMetadata
 from mla_interop.dimensions import MLADimensions
 from mla_interop.errors import input_error
 from mla_interop.exchange import is_tracer
-from mla_interop.latent_cache import rows_to_store
+from mla_interop.latent_cache import host_scale, rows_to_store
+from mla_interop.prefill import make_options
 from mla_interop.sequences import PrefillMetadata
 
 WRITTEN_OUT = 4  # chunks of the padded layout, above which they are a loop
@@ -60,14 +61,14 @@ def mla_attention(
         MLAUnsupportedError: No backend, or not the one asked for, can serve it.
     """
     arrays = {"q": q, "kv_c": kv_c, "k_pe": k_pe, "cache": cache, **({} if callable(kv_b) else {"kv_b": kv_b})}
-    for name, x in arrays.items():
-        if not isinstance(x, (jax.Array, np.ndarray)) and not (x is None and name in ("kv_c", "k_pe", "cache")):
-            raise input_error(name, type(x).__name__, "a jax.Array or a NumPy array")
+    _check_arrays(arrays, ("kv_c", "k_pe", "cache"))
     q, kv_c, k_pe, cache = (None if x is None else jnp.asarray(x) for x in (q, kv_c, k_pe, cache))
     shape = None if callable(kv_b) else tuple(kv_b.shape)
     dimensions, rank = walk.check(q, kv_c, k_pe, shape, cache, cache_scale, metadata, dimensions)
     if not callable(kv_b) and kv_b.dtype != q.dtype:
         raise input_error("kv_b", f"a weight of {kv_b.dtype}", f"q's dtype, {q.dtype}")
+    make_options(scale, True, return_lse, backend, fallback, "finite")
+    cache_scale = host_scale(cache_scale)
     with_lse = return_lse or metadata.bounds.num_chunks > 0
     options = {"scale": scale, "backend": backend, "fallback": fallback, "route": route}
 
@@ -125,10 +126,17 @@ def write_latent_cache(cache: Any, kv_c: Any, k_pe: Any, slot_mapping: Any, scal
     Raises:
         MLAInputError: The arguments do not fit each other.
     """
+    _check_arrays({"cache": cache, "kv_c": kv_c, "k_pe": k_pe, "slot_mapping": slot_mapping}, ("k_pe",))
     cache, kv_c, slot_mapping = (jnp.asarray(x) for x in (cache, kv_c, slot_mapping))
-    rows = rows_to_store(cache, kv_c, None if k_pe is None else jnp.asarray(k_pe), slot_mapping, scale)
+    rows = rows_to_store(cache, kv_c, None if k_pe is None else jnp.asarray(k_pe), slot_mapping, host_scale(scale))
     block, offset = jnp.divmod(jnp.where(slot_mapping < 0, cache.shape[0] * cache.shape[1], slot_mapping), cache.shape[1])
     return cache.at[block, offset].set(rows, mode="drop")
+
+
+def _check_arrays(arrays: dict[str, Any], optional: tuple[str, ...]) -> None:
+    for name, x in arrays.items():
+        if not isinstance(x, (jax.Array, np.ndarray)) and not (x is None and name in optional):
+            raise input_error(name, type(x).__name__, "a jax.Array or a NumPy array")
 
 
 def _projection(weight: Any, dimensions: MLADimensions, num_heads: int) -> Callable[[Any, Any], tuple[Any, Any]]:

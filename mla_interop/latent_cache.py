@@ -5,31 +5,62 @@ import numbers
 from typing import Any
 
 import array_api_compat
+import numpy as np
 
 from mla_interop.errors import input_error
 from mla_interop.exchange import is_tracer
 
+FLOATS = ("bfloat16", "float16", "float32", "float64")
 FLOAT8_MAX = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 
 def float8_max(dtype: Any) -> float | None:
     """The largest number of an FP8 dtype of any framework; None for other dtypes."""
-    return FLOAT8_MAX.get(getattr(dtype, "name", None) or str(dtype).rpartition(".")[2])
+    return FLOAT8_MAX.get(_name(dtype))
+
+
+def _name(dtype: Any) -> str:
+    return getattr(dtype, "name", None) or str(dtype).rpartition(".")[2]
+
+
+def check_floats(name: str, array: Any) -> None:
+    """Refuse what is computed with and is no float of 16 bits or more: a cast would make numbers of anything.
+
+    Raises:
+        MLAInputError: See above.
+    """
+    if _name(array.dtype) not in FLOATS:
+        raise input_error(name, f"dtype {array.dtype}", "bfloat16, float16, float32 or float64")
+
+
+def host_scale(scale: Any) -> Any:
+    """A NumPy array of one element as the number that it holds; anything else as it is."""
+    return scale.reshape(-1)[0].item() if isinstance(scale, np.ndarray) and scale.size == 1 else scale
+
+
+def _is_finite_positive(number: numbers.Real) -> bool:
+    try:
+        return not isinstance(number, bool) and 0 < float(number) < math.inf
+    except OverflowError:
+        return False
 
 
 def check_scale(name: str, scale: Any, dtype: Any) -> None:
     """A quantized cache needs a scale, any other must have none (vllm#37054): it would be applied to one side only.
 
     Raises:
-        MLAInputError: Also for a scale that is not finite and positive, where the host knows it.
+        MLAInputError: Also for a scale that is not finite and positive, where the host knows it, and for a cache that holds no floats.
     """
+    if _name(dtype) not in (*FLOATS, *FLOAT8_MAX):  # FP8 is often kept as bytes, which would be read as integers without a word
+        allowed = f"{', '.join(FLOATS)}, {' or '.join(FLOAT8_MAX)}"
+        raise input_error("cache", f"dtype {dtype}", allowed, "Bytes that hold FP8 are a view away: cache.view(torch.float8_e4m3fn).")
     if float8_max(dtype) is None:
         if scale is not None:
             raise input_error(name, repr(scale), f"None, since the cache is {dtype}, not FP8")
         return
     if scale is None:
         raise input_error(name, "None", f"the per-tensor scale of the {dtype} cache", "Pass 1.0 if its values were stored as they are.")
-    if isinstance(scale, numbers.Real) and not (not isinstance(scale, bool) and math.isfinite(scale) and float(scale) > 0):
+    if isinstance(scale, numbers.Real) and not _is_finite_positive(scale):
         raise input_error(name, repr(scale), "a finite positive number")
     if not isinstance(scale, numbers.Real) and not is_tracer(scale) and math.prod(getattr(scale, "shape", (0,))) != 1:
         raise input_error(name, f"a {type(scale).__name__} of shape {tuple(getattr(scale, 'shape', ()))}", "one number")
@@ -41,6 +72,11 @@ def rows_to_store(cache: Any, kv_c: Any, k_pe: Any, slot_mapping: Any, scale: An
     Raises:
         MLAInputError: The arguments do not fit each other.
     """
+    for name, x in (("kv_c", kv_c), ("k_pe", k_pe)):
+        if x is not None and len(x.shape) != 2:
+            raise input_error(name, f"shape {tuple(x.shape)}", "[T, L]" if name == "kv_c" else "[T, R]")
+        if x is not None:
+            check_floats(name, x)
     rows, pe = kv_c.shape[0], 0 if k_pe is None else k_pe.shape[1]
     if len(cache.shape) != 3 or cache.shape[2] != kv_c.shape[1] + pe:
         raise input_error("cache", f"shape {tuple(cache.shape)}", f"[blocks, block, L + R] with L + R = {kv_c.shape[1] + pe}")

@@ -262,7 +262,7 @@ def _row(name: str, config: MLAPrefillSelectorConfig, allow_reference: bool, mea
 
 def _probe(name: str, config: MLAPrefillSelectorConfig, measured: Times | None) -> tuple[list[str], list[Kernel]]:
     cls = backend_class(name)
-    said = cls.validate_configuration(config)
+    said: Any = cls.validate_configuration(config)
     reasons = [said] if isinstance(said, str) else [str(reason) for reason in said]  # anyone may have written the class
     kernels = [] if reasons else kernels_of(name, config, measured)
     if not reasons and not kernels:

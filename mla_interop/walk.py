@@ -20,7 +20,7 @@ from mla_interop import lse as lse_module
 from mla_interop.context import ContextMetadata
 from mla_interop.dimensions import MLADimensions
 from mla_interop.errors import input_error
-from mla_interop.latent_cache import check_scale
+from mla_interop.latent_cache import check_floats, check_scale
 from mla_interop.sequences import PrefillMetadata
 
 State = tuple[Any, Any]  # out [tokens, N, V] and lse [N, tokens]
@@ -144,6 +144,10 @@ def project(kv_b: Any, dimensions: MLADimensions, kv_c: Any, k_pe: Any) -> State
     xp, nope = array_api_compat.array_namespace(kv_c), dimensions.qk_nope_head_dim
     kv: Any = kv_b(kv_c) if callable(kv_b) else xp.astype(kv_c @ kv_b, kv_c.dtype, copy=False)  # NumPy multiplies bfloat16 to float32
     width = nope + dimensions.v_head_dim
+    shape = tuple(getattr(kv, "shape", ()))
+    if shape[:1] != kv_c.shape[:1] or math.prod(shape[1:]) % width:
+        got = f"a function that returns {shape or type(kv).__name__}"
+        raise input_error("kv_b", got, f"[S, N * (P + V)] with S = {kv_c.shape[0]} and P + V = {width}")
     kv = kv.reshape(kv_c.shape[0], math.prod(kv.shape[1:]) // width, width)  # -1 is no answer where there are no rows
     k = latents.expand_k(kv, k_pe, nope) if dimensions.qk_rope_head_dim else kv[..., :nope]
     return k, kv[..., nope:]
@@ -184,6 +188,11 @@ def check(
         raise input_error("metadata", type(metadata).__name__, "what prepare_context_metadata returns")
     if len(q.shape) != 3:
         raise input_error("q", f"shape {tuple(q.shape)}", "packed, [T, N, P + R]")
+    check_floats("q", q)
+    if dimensions is not None and not isinstance(dimensions, MLADimensions):
+        raise input_error("dimensions", repr(dimensions), "MLADimensions")
+    if weight is not None and len(weight) != 2:
+        raise input_error("kv_b", f"a weight of {weight}", f"[L, N * (P + V)] with q's {q.shape[1]} heads")
     if q.shape[0] != metadata.new.bounds.num_tokens_q:
         raise input_error("q", f"{q.shape[0]} rows", f"{metadata.new.bounds.num_tokens_q}, since the metadata was prepared for them", "See num_tokens.")
     has_context = metadata.bounds.num_chunks > 0

@@ -10,13 +10,14 @@ from mla_interop.backends.registry import parse_names
 from mla_interop.context import ContextMetadata
 from mla_interop.dimensions import MLADimensions, dimensions_from_config, softmax_scale
 from mla_interop.errors import input_error
-from mla_interop.latent_cache import rows_to_store
+from mla_interop.latent_cache import host_scale, rows_to_store
+from mla_interop.prefill import make_options
 from mla_interop.sequences import PrefillMetadata
 from mla_interop.walk import Ops, check, scan, walk
 from mla_interop.workspace import Workspace, workspace_shapes
 from torch_side.functional import mla_prefill
 from torch_side.launch import on_device
-from torch_side.projection import check_grad, project_function, project_weight, weight_of
+from torch_side.projection import check_grad, check_layout, project_function, project_weight, weight_of
 
 
 def mla_attention(
@@ -66,14 +67,18 @@ def mla_attention(
             raise input_error(name, type(x).__name__, "a torch.Tensor")
     if q.dim() != 3:
         raise input_error("q", f"shape {tuple(q.shape)}", "packed, [T, N, P + R]")
+    for name, x in (("q", q), ("kv_c", kv_c), ("k_pe", k_pe), ("cache", cache), ("kv_b", kv_b)):
+        check_layout(name, x)
     weight = weight_of(kv_b, q.shape[1])
-    check_grad(q=q, kv_c=kv_c, k_pe=k_pe, kv_b=getattr(kv_b, "weight", kv_b))
+    check_grad(q=q, kv_c=kv_c, k_pe=k_pe, cache=cache, kv_b=getattr(kv_b, "weight", kv_b))
+    make_options(scale, True, return_lse, backend, fallback, "finite")  # each call of a kernel does it too, but after products were launched
+    cache_scale = host_scale(cache_scale)
     shape = None if weight is None else (weight.shape[1], weight.shape[0] * weight.shape[2])
     dimensions, rank = check(q, kv_c, k_pe, shape, cache, cache_scale, metadata, dimensions)
     if weight is not None and weight.dtype != q.dtype:
         raise input_error("kv_b", f"a weight of {weight.dtype}", f"q's dtype, {q.dtype}")
-    for name, x in (("kv_c", kv_c), ("k_pe", k_pe), ("cache", cache), ("kv_b", weight)):
-        if x is not None and x.device != q.device:
+    for name, x in (("kv_c", kv_c), ("k_pe", k_pe), ("cache", cache), ("kv_b", weight), ("cache_scale", cache_scale)):
+        if isinstance(x, torch.Tensor) and x.device != q.device:
             raise input_error(name, f"device {x.device}", f"q's device, {q.device}")
     metadata = _with_rows_on(metadata, q.device)
     with_lse = return_lse or metadata.bounds.num_chunks > 0
@@ -143,9 +148,16 @@ def write_latent_cache(cache: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tens
             raise input_error(name, type(x).__name__, "a torch.Tensor")
         if x is not None and x.device != cache.device:
             raise input_error(name, f"device {x.device}", f"the cache's device, {cache.device}")
+        check_layout(name, x)
+    scale = host_scale(scale)
     rows = rows_to_store(cache, kv_c, k_pe, slot_mapping, scale)
     if not rows.shape[0]:
         return
+    places = cache.shape[0] * cache.shape[1]
+    # A GPU's are not read back, and in a program that is being traced there are none.
+    known = slot_mapping.device.type == "cpu" and type(slot_mapping) is torch.Tensor and not torch.compiler.is_compiling()
+    if known and int(slot_mapping.max()) >= places:
+        raise input_error("slot_mapping", f"slot {int(slot_mapping.max())}", f"slots of the cache, up to {places - 1}")
     # A token without a slot repeats the first token that has one, which writes the same twice; and if none has, what slot 0 holds already.
     present = slot_mapping >= 0
     stand_in = present.int().argmax(0, keepdim=True)  # of one dimension: an index of none would be read back

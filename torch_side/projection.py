@@ -35,6 +35,16 @@ def weight_of(kv_b: Any, num_heads: int) -> torch.Tensor | None:
     return weight.detach().unflatten(1, (num_heads, -1)).transpose(0, 1)
 
 
+def check_layout(name: str, x: Any) -> None:
+    """Refuse tensors without strides: sparse and nested ones.
+
+    Raises:
+        MLAInputError: See above.
+    """
+    if isinstance(x, torch.Tensor) and x.layout != torch.strided:
+        raise input_error(name, f"layout {x.layout}", "a strided tensor", "to_dense() makes one.")
+
+
 def check_grad(**tensors: Any) -> None:
     """Refuse what grad mode would need a backward pass for.
 

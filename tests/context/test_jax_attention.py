@@ -70,3 +70,29 @@ def test_what_does_not_fit_is_refused_at_trace_time() -> None:
         jax_side.mla_attention([1], a["kv_c"], a["k_pe"], a["weight"], metadata=prepare(case))
     with pytest.raises(MLAInputError, match="cache_scale: got 2.0"):
         jax_side.mla_attention(*(a[n] for n in NAMES[:4]), metadata=prepare(case), cache=a["cache"], cache_scale=2.0)
+
+
+@pytest.mark.parametrize(
+    ("kv_b", "text"),
+    [
+        (np.ones(7, np.float32), "kv_b: got a weight of (7,); allowed: [L, N * (P + V)]"),
+        (lambda x: None, "kv_b: got a function that returns NoneType; allowed: [S, N * (P + V)] with S = "),
+        (lambda x: (x,), "kv_b: got a function that returns tuple; allowed: [S, N * (P + V)] with S = "),
+        (lambda x: x[:, :7], "kv_b: got a function that returns (8, 7); allowed: [S, N * (P + V)] with S = 8"),
+        (lambda x: x[:3], "kv_b: got a function that returns (3, 40); allowed: [S, N * (P + V)] with S = 8"),
+    ],
+)
+def test_an_up_projection_that_is_none_is_refused(kv_b: Any, text: str) -> None:
+    case = LatentCase((5, 3), (70, 20))
+    a = case.arrays
+    with pytest.raises(MLAInputError) as refusal:
+        jax_side.mla_attention(a["q"], a["kv_c"], a["k_pe"], kv_b, metadata=prepare(case), cache=a["cache"], dimensions=DIMS)
+    assert str(refusal.value).startswith(text)
+
+
+@pytest.mark.parametrize("name", ["cache", "kv_c", "slot_mapping"])
+@pytest.mark.parametrize("wrong", [None, "x", [1], object()], ids=lambda wrong: type(wrong).__name__)
+def test_what_is_no_array_is_not_written(name: str, wrong: Any) -> None:
+    good = {"cache": np.zeros((3, 4, 6), np.float32), "kv_c": np.ones((2, 4), np.float32), "k_pe": np.ones((2, 2), np.float32), "slot_mapping": np.arange(2)}
+    with pytest.raises(MLAInputError, match=f"{name}: got {type(wrong).__name__}; allowed: a jax.Array or a NumPy array"):
+        jax_side.write_latent_cache(**{**good, name: wrong})

@@ -224,6 +224,17 @@ def test_bad_scales_are_refused(scale: Any) -> None:
         ({"q": torch.zeros(17, 3, 48, requires_grad=True)}, "q: got a tensor that requires grad in grad mode"),
         ({"q": np.zeros((17, 3, 48))}, "q: got ndarray; allowed: a torch.Tensor."),
         ({"metadata": 3}, "metadata: got int"),
+        ({"dimensions": (32, 16, 24)}, "dimensions: got (32, 16, 24); allowed: MLADimensions."),
+        ({"cache": torch.zeros(30, 16, 56, dtype=torch.uint8)}, "cache: got dtype torch.uint8; allowed: bfloat16, float16, float32, float64, float8_e4m3fn or"),
+        ({"cache": torch.zeros(30, 16, 56, dtype=torch.complex64)}, "cache: got dtype torch.complex64; allowed: bfloat16"),
+        ({"cache": torch.zeros(30, 16, 56).to_sparse()}, "cache: got layout torch.sparse_coo; allowed: a strided tensor. to_dense() makes one."),
+        ({"cache": torch.zeros(30, 16, 56, requires_grad=True)}, "cache: got a tensor that requires grad"),
+        ({"cache": torch.zeros(30, 16, 56).to(torch.float8_e4m3fn), "cache_scale": 10**400}, "cache_scale: got 1000"),
+        (
+            {"cache": torch.zeros(30, 16, 56).to(torch.float8_e4m3fn), "cache_scale": np.array([-1.0])},
+            "cache_scale: got -1.0; allowed: a finite positive number.",
+        ),
+        ({"cache": torch.zeros(30, 16, 56).to(torch.float8_e4m3fn), "cache_scale": torch.ones(1, device="meta")}, "cache_scale: got device meta"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], text: str) -> None:
@@ -270,6 +281,13 @@ def test_what_is_on_another_device_or_no_tensor_is_refused() -> None:
         ({"slot_mapping": torch.zeros(2, dtype=torch.int32, device="meta")}, "slot_mapping: got device meta; allowed: the cache's device, cpu."),
         ({"cache": np.zeros((3, 4, 6), np.float32)}, "cache: got ndarray; allowed: a torch.Tensor."),
         ({"cache": torch.zeros(0, 4, 6)}, "cache: got shape (0, 4, 6); allowed: a cache with places for the 2 tokens."),
+        ({"cache": torch.zeros(3, 4, 6, dtype=torch.uint8)}, "cache: got dtype torch.uint8; allowed: bfloat16"),
+        ({"kv_c": torch.ones(2)}, "kv_c: got shape (2,); allowed: [T, L]."),
+        ({"k_pe": torch.ones(2, 1, 2)}, "k_pe: got shape (2, 1, 2); allowed: [T, R]."),
+        ({"kv_c": torch.ones(2, 4).to(torch.float8_e4m3fn)}, "kv_c: got dtype torch.float8_e4m3fn; allowed: bfloat16, float16, float32 or float64."),
+        ({"k_pe": torch.ones(2, 2, dtype=torch.int64)}, "k_pe: got dtype torch.int64; allowed: bfloat16, float16, float32 or float64."),
+        ({"k_pe": torch.ones(2, 2).to_sparse()}, "k_pe: got layout torch.sparse_coo; allowed: a strided tensor."),
+        ({"slot_mapping": torch.tensor([0, 12])}, "slot_mapping: got slot 12; allowed: slots of the cache, up to 11."),
     ],
 )
 def test_writes_that_do_not_fit_are_refused(change: dict[str, Any], text: str) -> None:
@@ -277,6 +295,30 @@ def test_writes_that_do_not_fit_are_refused(change: dict[str, Any], text: str) -
     with pytest.raises(MLAInputError) as refusal:
         torch_side.write_latent_cache(**{**good, **change})
     assert str(refusal.value).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"scale": "x"}, "scale: got 'x'"),
+        ({"return_lse": 1}, "return_lse: got 1; allowed: True or False."),
+        ({"return_lse": None}, "return_lse: got None; allowed: True or False."),
+        ({"fallback": "no"}, "fallback: got 'no'; allowed: True or False."),
+        ({"backend": 3}, "backend: got 3; allowed: FLASH_ATTN"),
+    ],
+)
+@pytest.mark.parametrize("frontend", ["torch_side", "jax_side"])
+def test_options_are_refused_before_anything_is_projected(frontend: str, change: dict[str, Any], text: str) -> None:
+    """The kernel's own check came after the up-projection was launched."""
+    side = pytest.importorskip(frontend)
+    case, projected = LatentCase((4, 2), (20, 5)), []
+    give = to_torch if frontend == "torch_side" else np.asarray
+    a = {name: give(x) for name, x in case.arrays.items() if name != "latents"}
+    metadata = side.prepare_context_metadata(case.query_lens, case.context_lens, a["table"], block_size=case.block_size)
+    options = {"metadata": metadata, "cache": a["cache"], "dimensions": case.dims, **change}
+    with pytest.raises(MLAInputError) as refusal:
+        side.mla_attention(a["q"], a["kv_c"], a["k_pe"], lambda x: projected.append(1), **options)
+    assert str(refusal.value).startswith(text) and not projected
 
 
 def test_one_chunk_pays_for_no_accumulator(monkeypatch: pytest.MonkeyPatch) -> None:
