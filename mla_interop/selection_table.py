@@ -61,8 +61,9 @@ class SelectionTable:
     def _repr_html_(self) -> str:
         cells = [[self._mark(row), row.backend, row.kind, ", ".join(row.copies), self._why(row)] for row in self.rows]
         body = "".join("<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
-        header = "".join(f"<th>{title}</th>" for title in ("", "backend", "kernel", "copies", "why"))
-        return f"<table><caption>{html.escape(self.problem)}</caption><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table>"
+        header = "".join(f"<th style='text-align:left'>{title}</th>" for title in ("", "backend", "kernel", "copies", "why"))
+        caption = f"<caption style='text-align:left;caption-side:top'>{html.escape(self.problem)}</caption>"
+        return f"<table>{caption}<thead><tr>{header}</tr></thead><tbody>{body}</tbody></table>"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
