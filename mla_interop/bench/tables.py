@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = ("README.md", "docs/performance.md")
 # Of several files the first is the table's; a later one adds rows of what the earlier ones have not measured, each with a mark.
-SOURCES = {"gpu": ("h200.json",), "cpu": ("cpu.json",), "layer": ("h200_layer.json",)}
+SOURCES = {"gpu": ("h200.json",), "cpu": ("cpu.json",), "layer": ("h200_layer.json",), "two": ("h200_x2.json",)}
 FLOORS = ("kernel object", "kernel in a CUDA graph")
 MARK = " †"
 
@@ -120,8 +120,9 @@ def caption(results: dict[str, Any]) -> str:
 
 
 def host(results: dict[str, Any]) -> str:
-    """What the host does around the kernels, and whether very many calls leave the process any larger; "" where neither was measured."""
-    lines = [f"| {row['name']} | {_host_cell(row)} |" for row in results.get("host", ()) if "us" in row]
+    """A matrix product, what the host does around the kernels, and whether very many calls leave the process any larger; "" where none was measured."""
+    lines = [f"| a matrix product of {row['size']} cubed, {row['dtype']} | {row['tflops']:,.3g} TFLOP/s |" for row in results.get("ceiling", ())]
+    lines += [f"| {row['name']} | {_host_cell(row)} |" for row in results.get("host", ()) if "us" in row]
     for row in results.get("soak", ()):
         grown = ", ".join(f"{value:,} {name.removeprefix('grown_').replace('_', ' ')}" for name, value in row.items() if name.startswith("grown_"))
         lines.append(f"| growth over the second half of {row['name'].replace(str(row['calls']), format(row['calls'], ','))} | {grown} |")
@@ -176,6 +177,17 @@ def layers(files: list[dict[str, Any]]) -> str:
     return "\n".join([head, "", *lines, "", caption(files[0])])
 
 
+def two(files: list[dict[str, Any]]) -> str:
+    """The table of ``mla_interop.bench.two_gpus``: heads split over devices, against one."""
+    results = files[0]
+    lines = ["| from | call | kernel | one GPU | all | ratio |", "|---|---|---|---:|---:|---:|"]
+    for row in results["rows"]:
+        cells = (f"{number(row['one_us'])} us", f"{number(row['all_us'])} us", f"{row['ratio']:.2f}") if "ratio" in row else ("failed", "", "")
+        lines.append(f"| {row['framework']} | {row['name']} | `{row['kernel']}` | {' | '.join(cells)} |")
+    head = f"Heads split over {results['environment']['devices']} GPUs, {results['problem']} (heads x tokens x sequences), {results['dtype']}; median."
+    return "\n".join([head, "", *lines, "", caption(results)])
+
+
 def _ms(us: float) -> str:
     return f"{us / 1000:.2f} ms"
 
@@ -195,11 +207,11 @@ ASKED = {"explain": explained, "support": support.summary}
 
 
 def render(name: str, folder: Path = RESULTS) -> str:
-    """The text between a pair of markers: ``explain``, ``support``, ``gpu``, ``cpu`` or ``layer``; "" where there are no results for it."""
+    """The text between a pair of markers: ``explain``, ``support``, ``gpu``, ``cpu``, ``layer`` or ``two``; "" where there are no results for it."""
     if name in ASKED:
         return ASKED[name]()
     files = [json.loads(path.read_text()) for file in SOURCES[name] if (path := folder / file).exists()]
-    return (layers if name == "layer" else times)(files) if files else ""
+    return {"layer": layers, "two": two}.get(name, times)(files) if files else ""
 
 
 def rewritten(text: str) -> str:
