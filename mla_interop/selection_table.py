@@ -59,9 +59,9 @@ class SelectionTable:
         )
 
     def _repr_html_(self) -> str:
-        cells = [[self._mark(row), row.backend, row.kind, ", ".join(row.copies), self._why(row)] for row in self.rows]
+        cells = [[self._mark(row), row.backend, row.kind, self._why(row)] for row in self.rows]
         body = "".join("<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
-        header = "".join(f"<th style='text-align:left'>{title}</th>" for title in ("", "backend", "kernel", "copies", "why"))
+        header = "".join(f"<th style='text-align:left'>{title}</th>" for title in ("", "backend", "kernel", "why"))
         caption = f"<caption style='text-align:left;caption-side:top'>{html.escape(self.problem)}</caption>"
         return f"<table>{caption}<thead><tr>{header}</tr></thead><tbody>{body}</tbody></table>"
 
