@@ -52,7 +52,7 @@ def _torch_reasons() -> list[str]:
     allowed = f">= {'.'.join(map(str, MIN_TORCH))}"
     root = _torch_root()
     if root is None:
-        return [f"python package torch: got none; allowed: {allowed}"]
+        return [f"python package torch: got none; allowed: {allowed} (pip install 'mla-interop[torch]')"]
     found = package_version("torch")
     parts = re.match(r"(\d+)\.(\d+)", found)
     if parts is None or (int(parts[1]), int(parts[2])) < MIN_TORCH:

@@ -64,7 +64,7 @@ def unsupported_reasons(capability: tuple[int, int], dtype: str, head_dim_qk: in
 def _installation_reasons(capability: tuple[int, int], dtype: str, head_dim_qk: int, head_dim_v: int, generation: int) -> list[str]:
     version = _flashinfer_version()
     if version == "none":
-        return ["flashinfer-python: not installed; allowed: " + _proven()]
+        return [f"flashinfer-python: not installed; allowed: {_proven()} (pip install 'mla-interop[flashinfer]')"]
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     if numbers is None or not PROVEN_VERSIONS[0] <= tuple(map(int, numbers.groups())) <= PROVEN_VERSIONS[1]:
         return [f"flashinfer-python: got {version}; allowed: {_proven()}, whose internal call is known"]
