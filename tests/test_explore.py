@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import oracle
@@ -13,7 +14,7 @@ from frontends import to_jax, to_torch
 from mla_interop import MLAPrefillSelectorConfig, MLAUnsupportedError, explore
 from mla_interop.dimensions import MODELS
 from mla_interop.errors import MLAInputError, MLAUnavailableError
-from mla_interop.explore import attention, batch, exact, table
+from mla_interop.explore import attention, batch, exact, speed, table
 
 CU_Q, CU_K = np.array([0, 5, 5, 9, 40], np.int32), np.array([0, 12, 15, 15, 62], np.int32)
 HEADS = 3
@@ -261,6 +262,37 @@ def test_committed_results_load(request: pytest.FixtureRequest, tmp_path) -> Non
     for path in (tmp_path / "other.json", tmp_path / "missing.json"):
         with pytest.raises(MLAInputError, match="mla-interop bench"):
             explore.load_results(path)
+
+
+def test_results_have_a_ceiling_and_overheads(figure_class: type) -> None:
+    """Of calls that do what the kernel alone does; not where a kernel is so long that its own time varies by more."""
+
+    def row(name: str, us: float, dtype: str, problem: str = "1x2x1") -> dict[str, Any]:
+        return {
+            "problem": problem,
+            "dtype": dtype,
+            "framework": "torch",
+            "name": name,
+            "kernel": "A.c",
+            "us": us,
+            "us_min": us,
+            "us_max": us,
+            "tflops": 100.0 / us,
+        }
+
+    short = [row(name, us, "bfloat16") for name, us in (("kernel object", 10.0), ("mla_interop", 12.5), ("mla_interop + lse", 19.0), ("peer", 11.0))]
+    long = [row(name, us, "bfloat16", "1x9x1") for name, us in (("kernel object", 1000.0), ("mla_interop", 990.0))]
+    rows = [*short, *long, row("mla_interop", 20.0, "float32")]
+    found = speed.Timing.of_results("M", {"rows": rows, "ceiling": [{"dtype": "bfloat16", "size": 8, "us": 1.0, "tflops": 50.0}]})
+    assert [row.get("overhead_us") for row in found.rows] == [None, 2.5, None, None, None, None, None] and found.ceilings == {"bfloat16": 50.0}
+    assert {axis.get_title(loc="left"): axis.get_title(loc="right") for axis in found.plot("tflops").axes if axis.get_visible()} == {
+        "1x2x1, bfloat16": "line: a matrix product, 50",
+        "1x9x1, bfloat16": "line: a matrix product, 50",
+        "1x2x1, float32": "",
+    }
+    assert isinstance(found.plot("overhead_us"), figure_class)
+    with pytest.raises(MLAInputError, match="what: got 'overhead_us'; allowed: 'us' or 'tflops'"):
+        speed.Timing.of_results("M", {"rows": rows[-1:]}).plot("overhead_us")
 
 
 def test_choices() -> None:

@@ -1,5 +1,6 @@
 """What one call from Python costs beside the least that each framework's compiler makes a call cost: ``x + 1``, and an operator that does nothing."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +18,25 @@ def call_costs(device: str, dtype: str) -> list[dict[str, Any]]:
     Args:
         device: ``"cuda"`` or ``"cpu"``.
         dtype: Name of q's dtype.
+
+    Returns:
+        A row for each, with ``failed`` where it cannot be called. A framework that cannot be imported has none: that it cannot, the contenders say.
     """
     problem = PROBLEMS[device]
-    runs = {f"{name}, {problem.name}": (run, 1) for name, run in (_torch(problem, device, dtype) | _jax(problem, device, dtype)).items()}
-    return [{"name": name, **times} for name, times in side_by_side(runs, ROUNDS).items()]
+    runs: dict[str, tuple[Callable[[int], None], int]] = {}
+    failed: list[dict[str, Any]] = []
+    for framework, calls in (("torch", _torch), ("jax", _jax)):
+        try:
+            importlib.import_module(framework)
+        except (Exception, SystemExit):  # packages raise whatever they like (oumi#2586)
+            continue
+        for name, run in calls(problem, device, dtype).items():
+            try:
+                run(1)
+                runs[f"{name}, {problem.name}"] = run, 1
+            except Exception as error:  # no compiler, say: what was measured before must not be lost for it
+                failed.append({"name": f"{name}, {problem.name}", "failed": f"{type(error).__name__}: {str(error)[:300]}"})
+    return [{"name": name, **times} for name, times in side_by_side(runs, ROUNDS).items()] + failed
 
 
 def _torch(problem: Problem, device: str, dtype: str) -> dict[str, Callable[[int], None]]:

@@ -68,19 +68,25 @@ def _import_cost(repeats: int = 15) -> dict[str, float]:
 
 
 def soak(device: str, calls: int = 1_000_000) -> dict[str, Any]:
-    """Resident memory before and after ``calls`` calls inside ``jax.jit``, a hundred to a program.
+    """What the process holds before and after ``calls`` calls inside ``jax.jit``, a hundred to a program, whose sizes and lengths change.
+
+    Args:
+        device: ``"cuda"`` or ``"cpu"``.
+        calls: Rounded to what a program of a hundred divides.
 
     Returns:
-        ``{"name": ..., "calls": ..., "grown_bytes": ...}``; grown_bytes is the growth over the second half, when all is warm.
+        ``{"name": ..., "calls": ..., "grown_bytes": ..., "grown_device_bytes": ..., "grown_files": ..., "grown_threads": ...}``: growth over the
+        second half, when all is warm.
     """
     import jax
     import jax.numpy as jnp
 
     import jax_side
 
+    place = jax.devices(device)[0]
     dtype = jnp.bfloat16 if device == "cuda" else jnp.float32
-    q, k, v = (jnp.ones((8, 2, width), dtype) for width in (192, 192, 128))
-    metadata = jax_side.prepare_metadata([0, 3, 8])
+    sizes = range(8, 72, 16)
+    inputs = {rows: [jax.device_put(jnp.ones((rows, 2, width), dtype), place) for width in (192, 192, 128)] for rows in sizes}
 
     @jax.jit
     def hundred(q: Any, k: Any, v: Any, metadata: Any) -> Any:
@@ -88,16 +94,17 @@ def soak(device: str, calls: int = 1_000_000) -> dict[str, Any]:
             q = q.at[0, 0, 0].set(jax_side.mla_prefill(q, k, v, metadata=metadata)[0, 0, 0])
         return q
 
-    def run(times: int) -> int:
+    def run(times: int) -> dict[str, int]:
         made = None
-        for _ in range(times):
-            made = hundred(q, k, v, metadata)
+        for block in range(times):
+            rows = sizes[block % len(sizes)]
+            metadata = jax_side.prepare_metadata([0, 1 + block % 5, rows - block % 3], num_tokens_q=rows, device=place)
+            made = hundred(*inputs[rows], metadata)
         jax.block_until_ready(made)
-        return _resident()
+        del made
+        return held((place.memory_stats() or {}).get("bytes_in_use", 0))
 
-    run(calls // 200)
-    half = run(1)
-    return {"name": f"{calls} calls inside jax.jit", "calls": calls, "grown_bytes": run(calls // 200) - half}
+    return _growth(run, calls, f"{calls} calls inside jax.jit")
 
 
 def torch_soak(device: str, calls: int = 1_000_000) -> dict[str, Any]:
@@ -129,10 +136,15 @@ def torch_soak(device: str, calls: int = 1_000_000) -> dict[str, Any]:
             torch.cuda.synchronize()
         return held(torch.cuda.memory_reserved() if device == "cuda" else 0)
 
+    return _growth(run, calls, f"{calls} calls from torch")
+
+
+def _growth(run: Callable[[int], dict[str, int]], calls: int, name: str) -> dict[str, Any]:
+    """``run(n)`` makes n hundreds of calls and says what the process holds then; what that grew by in the second half."""
     run(calls // 200)
     half = run(1)
     end = run(calls // 200)
-    return {"name": f"{calls} calls from torch", "calls": calls, **{f"grown_{what}": end[what] - half[what] for what in end}}
+    return {"name": name, "calls": calls, **{f"grown_{what}": end[what] - half[what] for what in end}}
 
 
 def held(device_bytes: int = 0) -> dict[str, int]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_interop.bench.calls import call_costs
+from mla_interop.bench.ceiling import matrix_product
 from mla_interop.bench.overheads import host_costs
 from mla_interop.bench.problems import CPU_PROBLEMS, GPU_PROBLEMS, Problem, errors, expected, inputs
 from mla_interop.bench.timing import side_by_side
@@ -63,7 +64,8 @@ def measure(
         progress: Told how far it is.
 
     Returns:
-        ``{"environment": ..., "host": [...], "rows": [...]}``; times in microseconds a call, errors against float64.
+        ``{"environment": ..., "host": [...], "ceiling": [...], "rows": [...]}``; times in microseconds a call, errors against float64. ``ceiling``: a
+        matrix product in each dtype, which the ``tflops`` of rows are to be compared with.
     """
     if problems is None:
         problems = GPU_PROBLEMS if device == "cuda" else CPU_PROBLEMS
@@ -73,7 +75,8 @@ def measure(
             rows.append(row)
             report(row)
     progress(len(parts) / (len(parts) + 1), "what surrounds the kernels")
-    return {"environment": environment(device), "rows": rows, "host": host_costs() + call_costs(device, dtypes[0])}
+    ceiling = [matrix_product(device, dtype) for dtype in dtypes]  # right after the rows, when the device is as warm as it was for them
+    return {"environment": environment(device), "rows": rows, "ceiling": ceiling, "host": host_costs() + call_costs(device, dtypes[0])}
 
 
 def _rows(problem: Problem, device: str, dtype: str, only: str, starting: Callable[[str], None]) -> Iterator[dict[str, Any]]:

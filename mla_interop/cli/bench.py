@@ -19,7 +19,7 @@ def bench(
     problems: Annotated[str | None, typer.Option(show_default="all", help="Names as in the tables (128x4096x1), with commas between.")] = None,
     soak: Annotated[bool, typer.Option("--soak", help="Also a million calls each, and whether the process grew.")] = False,
     output: Annotated[Path | None, typer.Option(help="Where to write the results as JSON.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Where to draw the times; the suffix decides the format.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Where to draw the times, and beside it TFLOP/s and overheads; the suffix decides the format.")] = None,
     as_json: JSON = False,
 ) -> None:
     """Every kernel from both frameworks, and the peers that are installed, on the same inputs in one run."""
@@ -70,9 +70,11 @@ def bench(
 
 
 def _draw(results: dict[str, Any], picture: Path) -> None:
+    """The times; and, with a word in the name, what of the device's arithmetic they use, and what a call takes beyond its kernel."""
     from mla_interop.explore.speed import Timing
 
     environment = results["environment"]
-    rows = [{**row, "problem": f"{row['problem']}, {row['dtype']}"} for row in results["rows"] if "us" in row]
-    if rows:
-        Timing(f"{environment['machine']}, {environment['date']}", rows).plot().savefig(picture, dpi=130)
+    found = Timing.of_results(f"{environment['machine']}, {environment['date']}", results)
+    for what, name in (("us", ""), ("tflops", "-tflops"), ("overhead_us", "-overhead")):
+        if any(what in row for row in found.rows):
+            found.plot(what).savefig(picture.with_stem(picture.stem + name), dpi=130)

@@ -158,7 +158,7 @@ def times(found: Timing, what: str) -> Picture:
     return _lines(found, labelled, what) if len(swept) > 1 and None not in swept else _panels(found, labelled, what)
 
 
-_UNITS = {"us": "microseconds a call", "tflops": "TFLOP/s"}
+_UNITS = {"us": "microseconds a call", "tflops": "TFLOP/s", "overhead_us": "microseconds beyond the kernel alone"}
 
 
 def _lines(found: Timing, labelled: Sequence[tuple[str, Any]], what: str) -> Picture:
@@ -184,8 +184,11 @@ def _lines(found: Timing, labelled: Sequence[tuple[str, Any]], what: str) -> Pic
 
 def _panels(found: Timing, labelled: Sequence[tuple[str, Any]], what: str) -> Picture:
     """A panel for each problem, a bar for each contender, the best over all problems on top; numbers stand beside the bars."""
-    problems = list(dict.fromkeys(row["problem"] for _, row in labelled))
-    value = {(label, row["problem"]): row[what] for label, row in labelled}
+    several = len({row.get("dtype") for _, row in labelled}) > 1
+    panels = [f"{row['problem']}, {row['dtype']}" if several else row["problem"] for _, row in labelled]
+    problems = list(dict.fromkeys(panels))
+    dtypes = {panel: row.get("dtype") for panel, (_, row) in zip(panels, labelled)}
+    value = {(label, panel): row[what] for panel, (label, row) in zip(panels, labelled)}
     framework = {label: row["framework"] for label, row in labelled}
     ranked = sorted(framework, key=lambda label: _slowness(label, problems, value, what))
     shown = ranked[:_BARS]
@@ -195,6 +198,8 @@ def _panels(found: Timing, labelled: Sequence[tuple[str, Any]], what: str) -> Pi
     axes = figure.subplots(down, across, squeeze=False, sharey=True)
     for axis, problem in zip(axes.flat, problems):
         _bars(axis, problem, shown, value, framework, what)
+        if what == "tflops" and dtypes[problem] in found.ceilings:
+            _ceiling(axis, found.ceilings[dtypes[problem]])
     axes[0, 0].invert_yaxis()
     for axis in axes.flat[len(problems) :]:
         axis.set_visible(False)
@@ -207,7 +212,9 @@ def _panels(found: Timing, labelled: Sequence[tuple[str, Any]], what: str) -> Pi
 
 
 def _slowness(label: str, problems: Sequence[str], value: dict[tuple[str, str], float], what: str) -> float:
-    """Mean over the problems of the logarithm of how much worse than the best it is; a contender that has no time anywhere comes last there."""
+    """Mean over the problems of the logarithm of how much worse than the best it is, in those where it has a time; of overheads, the mean itself."""
+    if what == "overhead_us":  # where it is lost in the noise of a long kernel, it is below 0
+        return float(np.mean([value[label, problem] for problem in problems if (label, problem) in value]))
     sign, ratios = (1 if what == "us" else -1), []
     for problem in problems:
         if (label, problem) in value:
@@ -219,18 +226,25 @@ def _slowness(label: str, problems: Sequence[str], value: dict[tuple[str, str], 
 def _bars(axis: Any, problem: str, shown: Sequence[str], value: dict[tuple[str, str], float], framework: dict[str, str], what: str) -> None:
     numbers = [value.get((label, problem)) for label in shown]
     known = [number for number in numbers if number is not None]
-    best = (min if what == "us" else max)(known, default=None)
+    best = (max if what == "tflops" else min)(known, default=None)
     axis.barh(range(len(shown)), [number or 0.0 for number in numbers], color=[_COLOURS.get(framework[label], "#6b7280") for label in shown], height=0.7)
-    longest = max(known, default=1.0)
+    longest = max([number for number in known if number > 0], default=1.0)
     for place, number in enumerate(numbers):
         text = "not measured" if number is None else f"{number:.1f}" if number < 100 else f"{number:,.0f}".replace(",", " ")
-        axis.text((number or 0.0) + 0.02 * longest, place, text, va="center", fontsize=8, fontweight="bold" if number == best else "normal")
-    axis.set_xlim(0, 1.3 * longest)
+        axis.text(max(number or 0.0, 0.0) + 0.02 * longest, place, text, va="center", fontsize=8, fontweight="bold" if number == best else "normal")
+    axis.set_xlim(1.1 * min([0.0, *known]), 1.3 * longest)
     axis.set_yticks(range(len(shown)), shown, fontsize=8)
     axis.tick_params(axis="x", labelsize=8)
     axis.set_title(problem, fontsize=10, loc="left")
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
+
+
+def _ceiling(axis: Any, tflops: float) -> None:
+    """A line at what a matrix product did in the same run."""
+    axis.axvline(tflops, color="black", linestyle="--", linewidth=1)
+    axis.set_title(f"line: a matrix product, {tflops:.3g}", fontsize=8, loc="right")
+    axis.set_xlim(right=max(axis.get_xlim()[1], 1.05 * tflops))
 
 
 def choices(found: Choices) -> Picture:

@@ -15,6 +15,10 @@ from mla_interop.explore.batch import Batch, make_batch
 from mla_interop.explore.table import Explored, Row, html_failed, needed, text_failed
 from mla_interop.neutral import mla_prefill
 
+# What does the work of the kernel alone, and no more: an LSE is more, and ten calls in a CUDA graph are launched at once.
+_CALLS = ("mla_interop", "mla_interop, torch.compile", "mla_interop, outside jit")
+_SHORT_US = 200.0  # the time of a kernel that takes longer varies by more than what a call costs
+
 
 def timing(
     q: Any,
@@ -79,9 +83,8 @@ def load_results(path: str | Path) -> "Timing":
     path = Path(path)
     try:
         results = json.loads(path.read_text())
-        environment, rows = results["environment"], [row for row in results["rows"] if "us" in row]
-        title = f"{path.name}: {environment['machine']}, {environment['date']}"
-        return Timing(title, [{"problem": "layer", "kernel": row.get("backend", ""), **row} for row in rows])
+        environment = results["environment"]
+        return Timing.of_results(f"{path.name}: {environment['machine']}, {environment['date']}", results)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise input_error("path", f"{path} ({type(error).__name__}: {error})", "a JSON file with environment and rows, as mla-interop bench writes") from error
 
@@ -93,13 +96,27 @@ class Timing(Explored):
     Attributes:
         title: The machine, and the problem or the file.
         rows: ``problem`` (heads x tokens x sequences), ``framework``, ``name``, ``kernel``, ``us`` (median microseconds a call), ``us_min``, ``us_max``,
-            ``tflops`` (achieved, 10^12 floating-point operations a second), and whatever a result file has beside them.
+            ``tflops`` (achieved, 10^12 floating-point operations a second), ``overhead_us`` (what the median call takes beyond that of the same kernel
+            alone, in microseconds, where a result file has both and the kernel is short), and whatever a result file has beside them.
         failed: Backends that nobody named and that failed, with why.
+        ceilings: For dtypes of a result file, the TFLOP/s of a large matrix product in the same run.
     """
 
     title: str
     rows: list[Row]
     failed: dict[str, str] = field(default_factory=dict)
+    ceilings: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of_results(cls, title: str, results: dict[str, Any]) -> "Timing":
+        """The times of what ``mla_interop.bench.run.measure`` returns, or of the layer benchmark's results."""
+        rows = [{"problem": "layer", "kernel": row.get("backend", ""), **row} for row in results["rows"] if "us" in row]
+        alone = {(row["problem"], row.get("dtype"), row["kernel"]): row["us"] for row in rows if row["name"] == "kernel object"}
+        for row in rows:
+            floor = alone.get((row["problem"], row.get("dtype"), row["kernel"]))
+            if floor is not None and floor <= _SHORT_US and row["name"] in _CALLS:
+                row["overhead_us"] = row["us"] - floor
+        return cls(title, rows, ceilings={row["dtype"]: row["tflops"] for row in results.get("ceiling", ())})
 
     def __str__(self) -> str:
         return "\n".join([super().__str__(), *text_failed(self.failed)])
@@ -137,14 +154,16 @@ class Timing(Explored):
         """Lines over the lengths where those vary in one way only; else bars, a panel for each problem.
 
         Args:
-            what: ``"us"`` (microseconds a call) or ``"tflops"`` (achieved).
+            what: ``"us"`` (microseconds a call), ``"tflops"`` (achieved; a line is a large matrix product's, where the run measured one), or
+                ``"overhead_us"`` (microseconds beyond the kernel alone).
 
         Raises:
             MLAInputError: Another name, or no row has it.
             MLAUnavailableError: matplotlib is not installed.
         """
-        if what not in ("us", "tflops") or not any(what in row for row in self.rows):
-            raise input_error("what", repr(what), " or ".join(repr(name) for name in ("us", "tflops") if any(name in row for row in self.rows)))
+        known = [name for name in ("us", "tflops", "overhead_us") if any(name in row for row in self.rows)]
+        if what not in known:
+            raise input_error("what", repr(what), " or ".join(map(repr, known)))
         return needed("mla_interop.explore.pictures").times(self, what)
 
 
