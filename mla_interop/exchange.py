@@ -8,8 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mla_interop.errors import input_error
+
 # DLPack's device types (dlpack.h): the ones that kernels run on.
 DLPACK_DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}
+
+
+FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 class TensorSpec(NamedTuple):
@@ -35,6 +40,21 @@ class TensorSpec(NamedTuple):
     def device(self) -> str:
         """``"cpu"`` or, for example, ``"cuda:1"``."""
         return self.device_type if self.device_type == "cpu" else f"{self.device_type}:{self.device_index}"
+
+
+def dtype_name(dtype: Any) -> str:
+    """NumPy-style name of a dtype of any framework."""
+    return getattr(dtype, "name", None) or str(dtype).rpartition(".")[2]
+
+
+def check_floats(name: str, array: Any) -> None:
+    """Refuse what is computed with and is no float of 16 bits or more: a cast would make numbers of anything.
+
+    Raises:
+        MLAInputError: See above.
+    """
+    if dtype_name(array.dtype) not in FLOATS:
+        raise input_error(name, f"dtype {array.dtype}", "bfloat16, float16, float32 or float64")
 
 
 def is_tracer(array: object) -> bool:

@@ -8,29 +8,14 @@ import array_api_compat
 import numpy as np
 
 from mla_interop.errors import input_error
-from mla_interop.exchange import is_tracer
+from mla_interop.exchange import FLOATS, check_floats, dtype_name, is_tracer
 
-FLOATS = ("bfloat16", "float16", "float32", "float64")
 FLOAT8_MAX = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 
 def float8_max(dtype: Any) -> float | None:
     """The largest number of an FP8 dtype of any framework; None for other dtypes."""
-    return FLOAT8_MAX.get(_name(dtype))
-
-
-def _name(dtype: Any) -> str:
-    return getattr(dtype, "name", None) or str(dtype).rpartition(".")[2]
-
-
-def check_floats(name: str, array: Any) -> None:
-    """Refuse what is computed with and is no float of 16 bits or more: a cast would make numbers of anything.
-
-    Raises:
-        MLAInputError: See above.
-    """
-    if _name(array.dtype) not in FLOATS:
-        raise input_error(name, f"dtype {array.dtype}", "bfloat16, float16, float32 or float64")
+    return FLOAT8_MAX.get(dtype_name(dtype))
 
 
 def host_scale(scale: Any) -> Any:
@@ -51,7 +36,7 @@ def check_scale(name: str, scale: Any, dtype: Any) -> None:
     Raises:
         MLAInputError: Also for a scale that is not finite and positive, where the host knows it, and for a cache that holds no floats.
     """
-    if _name(dtype) not in (*FLOATS, *FLOAT8_MAX):  # FP8 is often kept as bytes, which would be read as integers without a word
+    if dtype_name(dtype) not in (*FLOATS, *FLOAT8_MAX):  # FP8 is often kept as bytes, which would be read as integers without a word
         allowed = f"{', '.join(FLOATS)}, {' or '.join(FLOAT8_MAX)}"
         raise input_error("cache", f"dtype {dtype}", allowed, "Bytes that hold FP8 are a view away: cache.view(torch.float8_e4m3fn).")
     if float8_max(dtype) is None:

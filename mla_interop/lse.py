@@ -4,11 +4,13 @@ Written against the array namespace of the operands (NumPy, torch, JAX), so ther
 """
 
 import math
+import sys
 from typing import Any, Literal
 
 import array_api_compat
 
 from mla_interop.errors import input_error
+from mla_interop.exchange import check_floats
 
 LSEBase = Literal["e", "2"]
 LSELayout = Literal["NT", "TN"]
@@ -42,7 +44,7 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, out: Any = None, ls
     With ``m = max(lse_a, lse_b)`` the weights are ``exp(lse - m) / sum`` (online softmax, arXiv:1805.02867). Rows without a key on
     one side take the other side bit for bit, by selection: what such a row's ``out`` holds, NaN too, does not matter (flashinfer#4975).
     Associative and commutative within rounding. Torch tensors on CUDA are merged in one pass by a Triton kernel
-    (float64, which it would cut to float32, is not).
+    (float64, which it would cut to float32, is not, nor is what needs a gradient, which it does not have).
 
     Args:
         out_a, out_b: ``[T, N, V]``, each with strides of its own; a range of rows is a slice.
@@ -54,15 +56,19 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, out: Any = None, ls
         ``out [T, N, V]`` in ``out_a``'s dtype (or that of the ``out`` given) and float32 ``lse [N, T]``; rows empty on both sides get 0 and -inf.
 
     Raises:
-        MLAInputError: Shapes that do not belong together, or an array to write to that cannot be written.
+        MLAInputError: Shapes, dtypes or devices that do not belong together, or an array to write to that cannot be written.
     """
     _check(out_a, lse_a, out_b, lse_b, out, lse)
-    if array_api_compat.is_torch_array(out_a) and out_a.is_cuda and out_a.element_size() < 8:
+    if array_api_compat.is_torch_array(out_a) and out_a.is_cuda and out_a.element_size() < 8 and not _wants_gradient(out_a, lse_a, out_b, lse_b):
         from mla_interop.kernels import triton_merge
 
         return triton_merge.merge(out_a, lse_a, out_b, lse_b, out, lse)
     merged, merged_lse = _merge(out_a, lse_a, out_b, lse_b, out_a.dtype if out is None else out.dtype)
     return written(out, merged), written(lse, merged_lse)
+
+
+def _wants_gradient(*tensors: Any) -> bool:
+    return any(x.requires_grad for x in tensors) and sys.modules["torch"].is_grad_enabled()
 
 
 def written(target: Any, value: Any) -> Any:
@@ -89,8 +95,7 @@ def check_target(name: str, target: Any, shape: tuple[int, ...]) -> None:
 
 def _check(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out: Any, lse: Any) -> None:
     for name, value in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
-        if not hasattr(value, "shape"):
-            raise input_error(name, type(value).__name__, "an array")
+        _check_array(name, value, out_a)
     shape = tuple(out_a.shape)
     if len(shape) != 3:
         raise input_error("out_a", f"shape {shape}", "[T, N, V]")
@@ -100,8 +105,22 @@ def _check(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out: Any, lse: Any) -
     for name, value in (("lse_a", lse_a), ("lse_b", lse_b)):
         if tuple(value.shape) != lse_shape:
             raise input_error(name, f"shape {tuple(value.shape)}", f"[N, T] of out_a, {lse_shape}", "normalize(lse, layout='TN') transposes.")
-    check_target("out", out, shape)
-    check_target("lse", lse, lse_shape)
+    for name, value, expected in (("out", out, shape), ("lse", lse, lse_shape)):
+        if value is not None:
+            _check_array(name, value, out_a)
+        check_target(name, value, expected)
+
+
+def _check_array(name: str, value: Any, like: Any) -> None:
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise input_error(name, type(value).__name__, "an array")
+    check_floats(name, value)
+    if not array_api_compat.is_torch_array(value):
+        return
+    if value.layout != sys.modules["torch"].strided:
+        raise input_error(name, f"layout {value.layout}", "a strided tensor", "to_dense() makes one.")
+    if array_api_compat.is_torch_array(like) and value.device != like.device:
+        raise input_error(name, f"device {value.device}", f"out_a's device, {like.device}")
 
 
 def _merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, dtype: Any) -> tuple[Any, Any]:

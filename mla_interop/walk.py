@@ -20,7 +20,8 @@ from mla_interop import lse as lse_module
 from mla_interop.context import ContextMetadata
 from mla_interop.dimensions import MLADimensions
 from mla_interop.errors import input_error
-from mla_interop.latent_cache import check_floats, check_scale
+from mla_interop.exchange import check_floats
+from mla_interop.latent_cache import check_scale
 from mla_interop.sequences import PrefillMetadata
 
 State = tuple[Any, Any]  # out [tokens, N, V] and lse [N, tokens]

@@ -77,7 +77,8 @@ def mla_attention(
     dimensions, rank = check(q, kv_c, k_pe, shape, cache, cache_scale, metadata, dimensions)
     if weight is not None and weight.dtype != q.dtype:
         raise input_error("kv_b", f"a weight of {weight.dtype}", f"q's dtype, {q.dtype}")
-    for name, x in (("kv_c", kv_c), ("k_pe", k_pe), ("cache", cache), ("kv_b", weight), ("cache_scale", cache_scale)):
+    others: dict[str, Any] = {"kv_c": kv_c, "k_pe": k_pe, "cache": cache, "kv_b": weight, "cache_scale": cache_scale}
+    for name, x in others.items():
         if isinstance(x, torch.Tensor) and x.device != q.device:
             raise input_error(name, f"device {x.device}", f"q's device, {q.device}")
     metadata = _with_rows_on(metadata, q.device)

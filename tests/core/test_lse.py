@@ -284,3 +284,39 @@ def test_operands_that_are_no_arrays_or_of_two_frameworks(give: Any) -> None:
     other = pytest.importorskip("torch").zeros(out.shape) if give is np.asarray else np.zeros(out.shape, np.float32)
     with pytest.raises(MLAInputError, match="out_a, lse_a, out_b, lse_b: got .*; allowed: arrays of one framework"):
         merge(out, lse, other, lse)
+
+
+@pytest.mark.parametrize("name", ["out_a", "lse_a", "out_b", "lse_b", "out", "lse"])
+def test_what_cannot_be_merged_is_refused_in_words(name: str) -> None:
+    """Integers took part in the arithmetic, and an integer array to write to cut the result."""
+    torch = pytest.importorskip("torch")
+    good = {"out_a": torch.ones(4, 3, 8), "lse_a": torch.zeros(3, 4), "out_b": torch.ones(4, 3, 8), "lse_b": torch.zeros(3, 4)}
+    one = good["out_a" if name.startswith("out") else "lse_a"]
+    wrong = {
+        "dtype torch.int32; allowed: bfloat16, float16, float32 or float64": one.int(),
+        "dtype torch.bool; allowed: bfloat16": one.bool(),
+        "dtype torch.complex64; allowed: bfloat16": one.to(torch.complex64),
+        "layout torch.sparse_coo; allowed: a strided tensor": one.to_sparse(),
+        "device .*; allowed: out_a's device, ": one.to("meta"),
+        "list; allowed: an array": [1.0],
+    }
+    for text, value in wrong.items():
+        where = r"\w+" if "device" in text else name  # if out_a is elsewhere, so is everything else
+        with pytest.raises(MLAInputError, match=f"^{where}: got {text}"):
+            merge(**{**good, name: value})
+
+
+def test_a_gradient_is_kept() -> None:
+    torch = pytest.importorskip("torch")
+    out = torch.ones(4, 3, 8, requires_grad=True)
+    merge(out, torch.zeros(3, 4), torch.ones(4, 3, 8), torch.zeros(3, 4))[0].sum().backward()
+    torch.testing.assert_close(out.grad, torch.full((4, 3, 8), 0.5))
+
+
+@pytest.mark.gpu
+def test_a_gradient_is_kept_on_a_gpu() -> None:
+    """The fused kernel has none, and gave a result without one."""
+    torch = pytest.importorskip("torch")
+    out, lse = torch.ones(4, 3, 8, device="cuda", requires_grad=True), torch.zeros(3, 4, device="cuda")
+    merge(out, lse, torch.ones(4, 3, 8, device="cuda"), lse)[0].sum().backward()
+    torch.testing.assert_close(out.grad, torch.full((4, 3, 8), 0.5, device="cuda"))
