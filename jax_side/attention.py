@@ -18,6 +18,7 @@ from mla_interop.exchange import is_tracer
 from mla_interop.latent_cache import host_scale, rows_to_store
 from mla_interop.prefill import make_options
 from mla_interop.sequences import PrefillMetadata
+from mla_interop.walk_check import check
 
 WRITTEN_OUT = 4  # chunks of the padded layout, above which they are a loop
 
@@ -64,7 +65,7 @@ def mla_attention(
     _check_arrays(arrays, ("kv_c", "k_pe", "cache"))
     q, kv_c, k_pe, cache = (None if x is None else jnp.asarray(x) for x in (q, kv_c, k_pe, cache))
     shape = None if callable(kv_b) else tuple(kv_b.shape)
-    dimensions, rank = walk.check(q, kv_c, k_pe, shape, cache, cache_scale, metadata, dimensions)
+    dimensions, rank = check(q, kv_c, k_pe, shape, cache, cache_scale, metadata, dimensions)
     if not callable(kv_b) and kv_b.dtype != q.dtype:
         raise input_error("kv_b", f"a weight of {kv_b.dtype}", f"q's dtype, {q.dtype}")
     make_options(scale, True, return_lse, backend, fallback, "finite")

@@ -13,7 +13,8 @@ from mla_interop.errors import input_error
 from mla_interop.latent_cache import host_scale, rows_to_store
 from mla_interop.prefill import make_options
 from mla_interop.sequences import PrefillMetadata
-from mla_interop.walk import Ops, check, scan, walk
+from mla_interop.walk import Ops, scan, walk
+from mla_interop.walk_check import check
 from mla_interop.workspace import Workspace, workspace_shapes
 from torch_side.functional import mla_prefill
 from torch_side.launch import on_device
