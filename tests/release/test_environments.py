@@ -21,7 +21,7 @@ TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 MEANT = "not slow and not gpu"
 # A skip for another reason would hide a test that the combination can run.
 REASONS = re.compile(
-    r"could not import '(torch|torch_side|jax|jax\.numpy|ml_dtypes|typer|rich|transformers|matplotlib|pandas|triton|flash_attn|flashinfer)'"
+    r"could not import '(torch|torch_side|jax|jax_side|jax\.numpy|ml_dtypes|typer|rich|transformers|matplotlib|pandas|triton|flash_attn|flashinfer)'"
     r"|CPU_SDPA: python package torch: got none|CPU_SDPA's kernel is torch's"
     r"|not installed|got version none|got none|no CUDA device|another machine"
     r"|jax.export serializes with flatbuffers|may not mount a small file system"
