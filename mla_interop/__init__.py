@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from mla_interop.lse import merge as merge
     from mla_interop.neutral import mla_prefill as mla_prefill
     from mla_interop.numeric_check import self_check as self_check
-    from mla_interop.selector import MLAPrefillSelectorConfig as MLAPrefillSelectorConfig
     from mla_interop.selector import clear_cache as clear_cache
     from mla_interop.selector import explain as explain
     from mla_interop.selector import get_mla_prefill_backend as get_mla_prefill_backend
     from mla_interop.selector import select as select
+    from mla_interop.selector_config import MLAPrefillSelectorConfig as MLAPrefillSelectorConfig
     from mla_interop.sequences import PrefillMetadata as PrefillMetadata
     from mla_interop.sequences import prepare_metadata as prepare_metadata
     from mla_interop.version import __version__ as __version__
@@ -69,7 +69,7 @@ _HOMES = {
     "MLAUnsupportedError": "errors",
     "merge": "lse",
     "mla_prefill": "neutral",
-    "MLAPrefillSelectorConfig": "selector",
+    "MLAPrefillSelectorConfig": "selector_config",
     "clear_cache": "selector",
     "explain": "selector",
     "get_mla_prefill_backend": "selector",

@@ -9,7 +9,7 @@ Everything here happens on the host, from lengths that the host knows; a walk (`
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import array_api_compat
 import numpy as np
@@ -19,10 +19,8 @@ from mla_interop.chunks import ContextShard as ContextShard
 from mla_interop.chunks import context_bucket as context_bucket
 from mla_interop.chunks import even_chunks, plan_chunks
 from mla_interop.errors import MLAInputError, input_error
+from mla_interop.selector_config import MLAPrefillSelectorConfig
 from mla_interop.sequences import INT32_MAX, PrefillMetadata, prepare_metadata, readable
-
-if TYPE_CHECKING:
-    from mla_interop.selector import MLAPrefillSelectorConfig
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ def prepare_context_metadata(
     num_tokens: int | None = None,
     num_context_rows: int | None = None,
     shard: ContextShard | None = None,
-    config: "MLAPrefillSelectorConfig | None" = None,
+    config: MLAPrefillSelectorConfig | None = None,
     backend: Any = None,
 ) -> ContextMetadata:
     """Plan the chunks of a batch and make every array that a walk over them needs.

@@ -17,7 +17,8 @@ from mla_interop.known_bad import known_bad
 from mla_interop.numeric_check import SelfCheck, self_check
 from mla_interop.progress import Progress, silent, told
 from mla_interop.selection_table import SelectionTable
-from mla_interop.selector import MLAPrefillSelectorConfig, explain, kernels_of
+from mla_interop.selector import explain, kernels_of
+from mla_interop.selector_config import MLAPrefillSelectorConfig
 from mla_interop.version import __version__
 
 DISTRIBUTIONS = {

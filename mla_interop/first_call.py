@@ -88,7 +88,8 @@ def _jax_arrays(device: str, dtype: str) -> tuple[Any, Any]:
 def _chosen(device: str, dtype: str, heads: int, qk_head_dim: int, v_head_dim: int, backend: str | None) -> str:
     """By the same rules as the call's, whose choice is in the selector's cache; a kernel that failed to load is left out there."""
     from mla_interop.dimensions import MLADimensions
-    from mla_interop.selector import MLAPrefillSelectorConfig, select
+    from mla_interop.selector import select
+    from mla_interop.selector_config import MLAPrefillSelectorConfig
 
     dimensions = MLADimensions.from_head_dims(qk_head_dim, v_head_dim)
     config = MLAPrefillSelectorConfig(

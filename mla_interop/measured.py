@@ -13,13 +13,11 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from mla_interop.capability import machine_name
 from mla_interop.kernels.build import cache_dir
-
-if TYPE_CHECKING:
-    from mla_interop.selector import MLAPrefillSelectorConfig
+from mla_interop.selector_config import MLAPrefillSelectorConfig
 
 FORMAT = 1
 DATA = Path(__file__).parent / "data"
@@ -64,7 +62,7 @@ class Table(NamedTuple):
     times: dict[tuple[str, str, int, int, bool], dict[Shape, dict[str, float]]]
 
 
-def times_for(config: "MLAPrefillSelectorConfig") -> Times | None:
+def times_for(config: MLAPrefillSelectorConfig) -> Times | None:
     """The times for a problem: from this machine's own table if it covers the problem, else from what ships; None if neither does."""
     if config.num_tokens is None or config.num_seqs is None:
         return None
@@ -77,13 +75,13 @@ def times_for(config: "MLAPrefillSelectorConfig") -> Times | None:
     return None
 
 
-def shapes_for(config: "MLAPrefillSelectorConfig") -> list[Shape]:
+def shapes_for(config: MLAPrefillSelectorConfig) -> list[Shape]:
     """The shapes at which the table that would decide for a problem has times, whatever T and B; [] where none covers it."""
     key = _key(config)
     return next((sorted(table.times[key]) for table in tables(str(cache_dir()), machine_name(config.device_type)) if key in table.times), [])
 
 
-def _key(config: "MLAPrefillSelectorConfig") -> tuple[str, str, int, int, bool]:
+def _key(config: MLAPrefillSelectorConfig) -> tuple[str, str, int, int, bool]:
     dims = config.dimensions.qk_head_dim, config.dimensions.v_head_dim
     return device_key(config.device_type, config.capability), config.dtype, *dims, config.needs_lse
 

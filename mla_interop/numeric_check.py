@@ -20,7 +20,8 @@ from mla_interop.capability import device_capability
 from mla_interop.config import use_config
 from mla_interop.dimensions import DEEPSEEK_R1, MLADimensions
 from mla_interop.errors import MLAUnavailableError, MLAUnsupportedError, input_error
-from mla_interop.selector import DTYPES, MLAPrefillSelectorConfig, explain
+from mla_interop.selector import explain
+from mla_interop.selector_config import DTYPES, MLAPrefillSelectorConfig
 
 HEADS, SCALE = 3, 0.21  # a scale that no head dimension has by default
 # (queries, keys) of each sequence. Every row of the first has a key under the causal mask; the second has all kinds of rows that have none.

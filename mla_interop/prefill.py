@@ -20,7 +20,8 @@ from mla_interop.config import environment_key
 from mla_interop.dimensions import MLADimensions
 from mla_interop.errors import input_error
 from mla_interop.exchange import TensorSpec
-from mla_interop.selector import MLAPrefillSelectorConfig, select
+from mla_interop.selector import select
+from mla_interop.selector_config import MLAPrefillSelectorConfig
 from mla_interop.sequences import PrefillMetadata
 from mla_interop.strides import needs_copy, outer_strides
 

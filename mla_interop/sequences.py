@@ -7,7 +7,7 @@ in a call (``check=True`` does, for debugging); what is then known of them are b
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import array_api_compat
 import numpy as np
@@ -15,9 +15,7 @@ import numpy as np
 from mla_interop.config import environment_key
 from mla_interop.errors import MLAInputError, input_error
 from mla_interop.exchange import host_values, is_tracer, read_back
-
-if TYPE_CHECKING:
-    from mla_interop.selector import MLAPrefillSelectorConfig
+from mla_interop.selector_config import MLAPrefillSelectorConfig
 
 INT32_MAX = 2**31 - 1
 # Sizes inside torch.compile and jax.export, which are integers of a later time.
@@ -144,7 +142,7 @@ def prepare_metadata(
     num_tokens_q: int | None = None,
     num_tokens_k: int | None = None,
     is_causal: bool = True,
-    config: "MLAPrefillSelectorConfig | None" = None,
+    config: MLAPrefillSelectorConfig | None = None,
     backend: Any = None,
     check: bool = False,
 ) -> PrefillMetadata:
@@ -188,7 +186,7 @@ def prepare_metadata(
     metadata = PrefillMetadata(array_q, array_k, None, bounds, host)
     if config is None:
         return metadata
-    from mla_interop.selector import MLAPrefillSelectorConfig, select  # the selector's configuration is itself made of this module's bounds
+    from mla_interop.selector import select  # backends, which it chooses from, are themselves made of this module's metadata
 
     if not isinstance(config, MLAPrefillSelectorConfig):
         raise input_error("config", repr(config), "an MLAPrefillSelectorConfig, or None")

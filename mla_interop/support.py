@@ -6,7 +6,7 @@ from mla_interop.backends.registry import ORDERS, MLAPrefillBackendEnum
 from mla_interop.capability import DeviceCapability
 from mla_interop.dimensions import DEEPSEEK_R1, MODELS, MLADimensions
 from mla_interop.installed import assume_installed
-from mla_interop.selector import DTYPES, MLAPrefillSelectorConfig
+from mla_interop.selector_config import DTYPES, MLAPrefillSelectorConfig
 
 ARCHITECTURES = ("7.5", "8.0", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "cpu")
 _HEAD = """# Which backend serves what

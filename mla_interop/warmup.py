@@ -19,7 +19,8 @@ from mla_interop.backends.registry import backend_class
 from mla_interop.errors import MLAError
 from mla_interop.kernels.build import cache_dir
 from mla_interop.progress import Progress, silent
-from mla_interop.selector import MLAPrefillSelectorConfig, explain, kernels_of
+from mla_interop.selector import explain, kernels_of
+from mla_interop.selector_config import MLAPrefillSelectorConfig
 
 State = Literal["built", "was there", "nothing to build", "left out", "failed"]
 XLA_HANDLER = "XLA handler"

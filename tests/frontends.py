@@ -14,7 +14,7 @@ from cases import Case, Problem
 import mla_interop
 from mla_interop.backends import registry
 from mla_interop.dimensions import MLADimensions
-from mla_interop.selector import MLAPrefillSelectorConfig
+from mla_interop.selector_config import MLAPrefillSelectorConfig
 
 TOLERANCE = {"bfloat16": 3e-3, "float16": 3e-3, "float32": 1e-5}  # of out, relative, Frobenius
 LSE_TOLERANCE = 1e-3  # absolute

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -13,10 +13,8 @@ from mla_interop.capability import DeviceCapability
 from mla_interop.dimensions import MLADimensions
 from mla_interop.errors import MLAError, MLAInputError, MLAUnavailableError, MLAUnsupportedError
 from mla_interop.installed import missing
+from mla_interop.selector_config import MLAPrefillSelectorConfig
 from mla_interop.sequences import HostLengths, PrefillMetadata
-
-if TYPE_CHECKING:
-    from mla_interop.selector import MLAPrefillSelectorConfig
 
 KERNEL_PREFIX = "mla_interop.kernel."
 """Start of the names of kernels among TVM FFI's global functions. Names end up in exported programs."""
@@ -178,7 +176,7 @@ class MLAPrefillBackend(ABC):
         return not cls.unavailable_reasons()
 
     @classmethod
-    def validate_configuration(cls, config: "MLAPrefillSelectorConfig") -> list[str]:
+    def validate_configuration(cls, config: MLAPrefillSelectorConfig) -> list[str]:
         """Every reason why this backend cannot serve ``config``, each with what was found and what is allowed; empty means it can."""
         reasons = []
         if config.device_type not in cls.device_types:
@@ -210,10 +208,10 @@ class MLAPrefillBackend(ABC):
 
     @classmethod
     @abstractmethod
-    def kernels(cls, config: "MLAPrefillSelectorConfig") -> tuple[Sequence[Kernel], list[str]]:
+    def kernels(cls, config: MLAPrefillSelectorConfig) -> tuple[Sequence[Kernel], list[str]]:
         """Its kernels for ``config`` in order of preference, and the reasons why others are not among them. Imports nothing heavy."""
 
-    def __init__(self, config: "MLAPrefillSelectorConfig", kernel: Kernel) -> None:
+    def __init__(self, config: MLAPrefillSelectorConfig, kernel: Kernel) -> None:
         self.config = config
         self.kernel = kernel
 

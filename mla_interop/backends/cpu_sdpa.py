@@ -8,7 +8,7 @@ from mla_interop.kernels import cpu_sdpa
 from mla_interop.kernels.build import package_version
 
 if TYPE_CHECKING:
-    from mla_interop.selector import MLAPrefillSelectorConfig
+    from mla_interop.selector_config import MLAPrefillSelectorConfig
 
 
 class CPUSDPABackend(MLAPrefillBackend):

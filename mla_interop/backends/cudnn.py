@@ -8,7 +8,7 @@ from mla_interop.capability import DeviceCapability, stated_target
 from mla_interop.kernels import cudnn_graph
 
 if TYPE_CHECKING:
-    from mla_interop.selector import MLAPrefillSelectorConfig
+    from mla_interop.selector_config import MLAPrefillSelectorConfig
 
 
 class CudnnBackend(MLAPrefillBackend):

@@ -12,7 +12,7 @@ from mla_interop.kernels import fa4, flash_attn_packages
 from mla_interop.kernels.build import package_version
 
 if TYPE_CHECKING:
-    from mla_interop.selector import MLAPrefillSelectorConfig
+    from mla_interop.selector_config import MLAPrefillSelectorConfig
 
 
 class FlashAttnBackend(MLAPrefillBackend):

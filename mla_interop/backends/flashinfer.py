@@ -15,7 +15,7 @@ from mla_interop.kernels.build import package_version
 from mla_interop.sequences import HostLengths
 
 if TYPE_CHECKING:
-    from mla_interop.selector import MLAPrefillSelectorConfig
+    from mla_interop.selector_config import MLAPrefillSelectorConfig
 
 
 class FlashInferBackend(MLAPrefillBackend):

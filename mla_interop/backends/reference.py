@@ -14,7 +14,7 @@ from mla_interop.backends.base import Kernel, MLAPrefillBackend
 from mla_interop.sequences import clear_tail
 
 if TYPE_CHECKING:
-    from mla_interop.selector import MLAPrefillSelectorConfig
+    from mla_interop.selector_config import MLAPrefillSelectorConfig
 
 BLOCK = 1024  # keys per step: bounds the float32 scores to N * T * BLOCK * 4 bytes
 

@@ -8,7 +8,7 @@ from mla_interop.capability import DeviceCapability
 from mla_interop.kernels.blackwell_packages import TOKENSPEED_MLA
 
 if TYPE_CHECKING:
-    from mla_interop.selector import MLAPrefillSelectorConfig
+    from mla_interop.selector_config import MLAPrefillSelectorConfig
 
 
 class TokenSpeedMLABackend(MLAPrefillBackend):

@@ -10,7 +10,7 @@ from mla_interop.kernels.blackwell_packages import TRTLLM_RAGGED
 from mla_interop.sequences import PrefillMetadata
 
 if TYPE_CHECKING:
-    from mla_interop.selector import MLAPrefillSelectorConfig
+    from mla_interop.selector_config import MLAPrefillSelectorConfig
 
 
 class TRTLLMRaggedBackend(MLAPrefillBackend):

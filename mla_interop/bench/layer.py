@@ -17,7 +17,8 @@ import numpy as np
 
 from mla_interop.bench.timing import side_by_side
 from mla_interop.dimensions import MODELS, MLADimensions
-from mla_interop.selector import MLAPrefillSelectorConfig, explain
+from mla_interop.selector import explain
+from mla_interop.selector_config import MLAPrefillSelectorConfig
 from mla_interop.workspace import workspace_bytes
 
 # Long enough for clocks to settle at what this work alone leads to.

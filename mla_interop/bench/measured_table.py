@@ -14,7 +14,7 @@ from mla_interop.bench.problems import QK_HEAD_DIM, V_HEAD_DIM, Problem, equal, 
 from mla_interop.capability import KNOWN_GPUS
 from mla_interop.errors import input_error
 from mla_interop.measured import FORMAT
-from mla_interop.selector import nearest_power_of_two
+from mla_interop.selector_config import nearest_power_of_two
 
 # Of all that is measured, what a user's call takes: from torch, with prepared metadata. And the part of an entry that it goes into.
 _FRAMEWORK, _NAMES = "torch", {"mla_interop": "us", "mla_interop + lse": "us_lse"}

@@ -18,7 +18,8 @@ from mla_interop.capability import KNOWN_GPUS
 from mla_interop.config import use_config
 from mla_interop.dimensions import MODELS
 from mla_interop.installed import assume_installed
-from mla_interop.selector import MLAPrefillSelectorConfig, explain
+from mla_interop.selector import explain
+from mla_interop.selector_config import MLAPrefillSelectorConfig
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -13,7 +13,7 @@ from mla_interop.backends.registry import backend_class
 from mla_interop.bench.problems import QK_HEAD_DIM, V_HEAD_DIM, Problem
 from mla_interop.dimensions import MLADimensions
 from mla_interop.prefill import Options, bind, resolve
-from mla_interop.selector import MLAPrefillSelectorConfig
+from mla_interop.selector_config import MLAPrefillSelectorConfig
 from torch_side.launch import spec
 
 # T x N above which a call's cost is its kernel's, and compiling it shows nothing.

@@ -14,7 +14,8 @@ from mla_interop.dimensions import Model
 from mla_interop.errors import MLAUnsupportedError
 from mla_interop.measured import device_key, user_table
 from mla_interop.progress import Progress, silent, told, within
-from mla_interop.selector import MLAPrefillSelectorConfig, clear_cache, explain, kernels_of
+from mla_interop.selector import clear_cache, explain, kernels_of
+from mla_interop.selector_config import MLAPrefillSelectorConfig
 
 _GPU_SHAPES = ((512, 1), (2048, 1), (4096, 1), (1024, 8))  # tokens of a sequence, sequences
 _CPU_SHAPES = ((128, 1), (512, 1), (128, 8))

@@ -84,7 +84,7 @@ def compare(
 
 def _inputs(file: Path | None, dtype: str | None, bf16: bool, model: str, heads: int | None, tokens: str, context: str | None, seed: int, device: str) -> Any:
     from mla_interop.saved_inputs import random_inputs, read_npz
-    from mla_interop.selector import DTYPES
+    from mla_interop.selector_config import DTYPES
 
     if dtype is not None and dtype not in DTYPES:
         raise input_error("dtype", repr(dtype), ", ".join(DTYPES))

@@ -53,7 +53,7 @@ def warmup(
 
 def _config(model: str, gpu: str | None, dtype: str, heads: int | None) -> Any:
     from mla_interop.doctor import target_settings
-    from mla_interop.selector import MLAPrefillSelectorConfig
+    from mla_interop.selector_config import MLAPrefillSelectorConfig
 
     known = model_named(model)
     return MLAPrefillSelectorConfig(dtype=dtype, dimensions=known.dimensions, num_heads=heads or known.num_heads, **target_settings(gpu))

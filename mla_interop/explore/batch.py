@@ -13,7 +13,8 @@ from mla_interop.errors import input_error
 from mla_interop.exchange import DLPACK_DEVICES, framework_of, is_tracer
 from mla_interop.explore.table import needed
 from mla_interop.host_tensor import as_tensor
-from mla_interop.selector import MLAPrefillSelectorConfig, explain
+from mla_interop.selector import explain
+from mla_interop.selector_config import MLAPrefillSelectorConfig
 from mla_interop.sequences import HostLengths, prepare_metadata
 
 FRAMEWORKS = ("torch", "jax", "numpy")

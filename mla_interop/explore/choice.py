@@ -6,7 +6,8 @@ from typing import Any
 
 from mla_interop.errors import input_error
 from mla_interop.explore.table import Explored, Row, needed
-from mla_interop.selector import MLAPrefillSelectorConfig, explain
+from mla_interop.selector import explain
+from mla_interop.selector_config import MLAPrefillSelectorConfig
 
 
 def choices(config: MLAPrefillSelectorConfig, *, num_heads: Sequence[int], num_tokens: Sequence[int], num_seqs: int = 1) -> "Choices":

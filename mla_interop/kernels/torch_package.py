@@ -16,7 +16,7 @@ from mla_interop.kernels.build import package_version
 from mla_interop.lse import LSEBase, LSELayout
 
 if TYPE_CHECKING:
-    from mla_interop.selector import MLAPrefillSelectorConfig
+    from mla_interop.selector_config import MLAPrefillSelectorConfig
 
 
 @dataclass(frozen=True, kw_only=True)

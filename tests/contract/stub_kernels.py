@@ -13,7 +13,7 @@ import torch
 
 from mla_interop.backends.base import Kernel, MLAPrefillBackend
 from mla_interop.errors import MLABuildError
-from mla_interop.selector import MLAPrefillSelectorConfig
+from mla_interop.selector_config import MLAPrefillSelectorConfig
 
 Attention = Callable[..., Any]
 

@@ -17,7 +17,7 @@ import mla_interop  # noqa: E402
 from mla_interop.backends.registry import names, order_for  # noqa: E402
 from mla_interop.capability import KNOWN_GPUS  # noqa: E402
 from mla_interop.cli import app  # noqa: E402
-from mla_interop.selector import DTYPES  # noqa: E402
+from mla_interop.selector_config import DTYPES  # noqa: E402
 
 
 def run(*arguments: str) -> str:

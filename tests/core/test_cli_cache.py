@@ -20,7 +20,8 @@ from mla_interop.errors import MLABuildError  # noqa: E402
 from mla_interop.first_call import FRONTENDS, first_call  # noqa: E402
 from mla_interop.kernels import build, fa4, xla  # noqa: E402
 from mla_interop.kernels.cache import entries  # noqa: E402
-from mla_interop.selector import MLAPrefillSelectorConfig, explain  # noqa: E402
+from mla_interop.selector import explain  # noqa: E402
+from mla_interop.selector_config import MLAPrefillSelectorConfig  # noqa: E402
 
 HOPPER = MLAPrefillSelectorConfig(dimensions=DEEPSEEK_R1, num_heads=16, capability=DeviceCapability(9, 0), num_sms=132)
 

@@ -26,7 +26,8 @@ from mla_interop.backends.base import Kernel, MLAPrefillBackend
 from mla_interop.backends.registry import ORDERS, MLAPrefillBackendEnum, backend_class, names, order_for
 from mla_interop.config import ENVIRONMENT, environment_key
 from mla_interop.installed import assume_installed
-from mla_interop.selector import DTYPES, clear_cache, explain, get_mla_prefill_backend, select
+from mla_interop.selector import clear_cache, explain, get_mla_prefill_backend, select
+from mla_interop.selector_config import DTYPES
 from mla_interop.support import answer, markdown
 
 R1 = MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
@@ -191,7 +192,7 @@ def test_reference_on_a_gpu_warns_once() -> None:
 @pytest.mark.usefixtures("all_installed")
 def test_an_unknown_gpu_is_no_reason_to_guess(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's selector returned FlashAttention where the capability was unknown."""
-    monkeypatch.setattr("mla_interop.selector.device_capability", lambda device, index=0: None)
+    monkeypatch.setattr("mla_interop.selector_config.device_capability", lambda device, index=0: None)
     unknown = MLAPrefillSelectorConfig(dimensions=R1, num_heads=16)
     assert unknown.capability is None
     table = explain(unknown)

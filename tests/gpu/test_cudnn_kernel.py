@@ -16,7 +16,7 @@ from mla_interop.backends.base import CallShape  # noqa: E402
 from mla_interop.capability import DeviceCapability  # noqa: E402
 from mla_interop.dimensions import MLADimensions  # noqa: E402
 from mla_interop.kernels import cudnn_graph  # noqa: E402
-from mla_interop.selector import MLAPrefillSelectorConfig  # noqa: E402
+from mla_interop.selector_config import MLAPrefillSelectorConfig  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]  # the first launch on a machine builds the native code
 TAIL, BLIND = 1, 2

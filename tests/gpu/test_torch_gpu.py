@@ -12,7 +12,7 @@ from frontends import LSE_TOLERANCE, TOLERANCE, to_numpy, waiting_refused
 import mla_interop
 from mla_interop import MLAUnsupportedError
 from mla_interop.dimensions import MLADimensions
-from mla_interop.selector import MLAPrefillSelectorConfig
+from mla_interop.selector_config import MLAPrefillSelectorConfig
 
 torch = pytest.importorskip("torch")
 # A capture that is refused leaves an empty graph, which torch warns of.

@@ -18,7 +18,8 @@ import jax.numpy as jnp  # noqa: E402
 import jax_side  # noqa: E402
 import mla_interop  # noqa: E402
 from jax_side.ffi import EXPORT_CHECKS  # noqa: E402
-from mla_interop.selector import MLAPrefillSelectorConfig, kernel_named  # noqa: E402
+from mla_interop.selector import kernel_named  # noqa: E402
+from mla_interop.selector_config import MLAPrefillSelectorConfig  # noqa: E402
 
 CHILD = """
 import sys

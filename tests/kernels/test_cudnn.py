@@ -21,7 +21,8 @@ from mla_interop.errors import MLAUnavailableError
 from mla_interop.exchange import TensorSpec
 from mla_interop.installed import assume_installed
 from mla_interop.kernels import cudnn_graph
-from mla_interop.selector import MLAPrefillSelectorConfig, explain
+from mla_interop.selector import explain
+from mla_interop.selector_config import MLAPrefillSelectorConfig
 from mla_interop.sequences import prepare_metadata
 from mla_interop.strides import outer_strides
 
