@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec
 
 from jax_side import sharding
 from jax_side.functional import mla_prefill
-from mla_interop.call_forms import metadata_for
+from mla_interop.call_forms import metadata_for, refuse_lengths
 from mla_interop.context_parallel import contribution, share_of
-from mla_interop.errors import MLAInputError, input_error
+from mla_interop.errors import input_error
 from mla_interop.exchange import host_values
 from mla_interop.sequences import PrefillMetadata, prepare_metadata
 
@@ -50,8 +50,7 @@ def sharded_mla_prefill(mesh: Any, *, head_axis: Any = None, data_axis: Any = No
         for name, x in (("q", q), ("k", k)):
             _check_divisible(f"dimension 0 of {name}", x.shape[0], shards, data_axis)
         if dense:
-            if metadata is not None or any(given is not None for given in lengths):
-                raise MLAInputError("cu_seqlens, max_seqlen, metadata: given with a dense batch; allowed: packed [T, N, D] input, or no lengths.")
+            refuse_lengths((metadata, *lengths))
         elif data_axis is None:
             metadata = metadata_for(q.shape, k.shape, metadata, cu_q, cu_k, max_q, max_k, check)
         elif metadata is not None:

@@ -1,6 +1,6 @@
 """The forms in which a caller gives a problem: packed or dense arrays, and lengths as metadata, as cumulative lengths, or not at all."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from mla_interop.errors import MLAInputError, input_error
@@ -59,8 +59,7 @@ def dense_call(q: Any, k: Any, v: Any, lengths: tuple[Any, ...], run: Callable[.
     Raises:
         MLAInputError: k or v does not match q, or lengths were given too.
     """
-    if any(given is not None for given in lengths):
-        raise MLAInputError("cu_seqlens, max_seqlen, metadata: given with a dense [B, T, N, D] batch; allowed: packed [T, N, D] input, or no lengths.")
+    refuse_lengths(lengths)
     if not (len(k.shape) == len(v.shape) == 4 and q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1] == v.shape[1]):
         got = f"shapes {tuple(k.shape)}, {tuple(v.shape)}"
         raise input_error("k, v", got, f"dense like q, {tuple(q.shape)}, with the same batch, and k as long as v")
@@ -70,6 +69,16 @@ def dense_call(q: Any, k: Any, v: Any, lengths: tuple[Any, ...], run: Callable[.
     out, lse = result if isinstance(result, tuple) else (result, None)
     out = out.reshape(batch, tokens, heads, v.shape[3])
     return out if lse is None else (out, lse.reshape(heads, batch, tokens).swapaxes(0, 1))
+
+
+def refuse_lengths(lengths: Iterable[Any]) -> None:
+    """Of a dense batch, whose lengths are its shape.
+
+    Raises:
+        MLAInputError: Some were given: cumulative lengths, a maximum, or metadata.
+    """
+    if any(given is not None for given in lengths):
+        raise MLAInputError("cu_seqlens, max_seqlen, metadata: given with a dense [B, T, N, D] batch; allowed: packed [T, N, D] input, or no lengths.")
 
 
 def check_tensors(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> None:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mla_interop.backends.registry import parse_names
-from mla_interop.call_forms import check_tensors, dense_call, metadata_for
+from mla_interop.call_forms import check_tensors, dense_call, metadata_for, refuse_lengths
 from mla_interop.config import environment_key
 from mla_interop.errors import MLAInputError, input_error
 from mla_interop.exchange import TensorSpec
@@ -53,8 +53,8 @@ def traced_call(q: Any, k: Any, v: Any, lengths: tuple[Any, ...], check: bool, o
     made = make_options(scale, is_causal, return_lse, None, fallback, padding)
     if check:
         raise input_error("check", "True inside compiled code", "False", "Reading lengths back would be a host sync in every call.")
-    if q.dim() == 4 and any(x is not None for x in lengths):
-        raise MLAInputError("cu_seqlens, max_seqlen, metadata: given with a dense [B, T, N, D] batch; allowed: packed [T, N, D] input, or no lengths.")
+    if q.dim() == 4:
+        refuse_lengths(lengths)
     arguments = (*_lengths(q, k, *lengths), made.scale, is_causal, return_lse, _text(backend), fallback, padding, _environment())
     if out is None:
         result, lse = prefill_op(q, k, v, *arguments)

@@ -43,6 +43,7 @@ def context_parallel_mla_prefill(
     return_lse: bool = False,
     backend: Any = None,
     fallback: bool = False,
+    padding: str = "finite",
 ) -> Any:
     """Attention of q over keys that are spread over the ranks of a group; every rank gets the whole result, with the same bits.
 
@@ -57,7 +58,7 @@ def context_parallel_mla_prefill(
         metadata: What :func:`prepare_context_parallel_metadata` returned, instead of the lengths; for any number of layers.
         first_row: Where this rank's run starts; None: at ``rank * S_rank``, which is right where all ranks have equally many rows.
         is_causal: Bottom-right aligned over the whole batch: new tokens. False: a context.
-        scale, return_lse, backend, fallback: As in :func:`torch_side.mla_prefill`.
+        scale, return_lse, backend, fallback, padding: As in :func:`torch_side.mla_prefill`.
 
     Returns:
         ``out [T, N, V]`` in q's dtype (bfloat16 for 8-bit q); with ``return_lse`` also float32 ``lse [N, T]``, of the whole problem.
@@ -81,7 +82,7 @@ def context_parallel_mla_prefill(
     elif cu_seqlens_q is not None or cu_seqlens_k is not None or first_row is not None:
         raise MLAInputError("metadata: given together with cu_seqlens or first_row; allowed: one of the two, since metadata holds both.")
     _check(metadata, k, is_causal)
-    options = {"scale": scale, "return_lse": True, "backend": backend, "fallback": fallback}
+    options = {"scale": scale, "return_lse": True, "backend": backend, "fallback": fallback, "padding": padding}
     out, lse = mla_prefill(q, k, v, metadata=metadata.full, is_causal=False, **options)
     if metadata.causal is not None:
         # No query has keys in both: each takes its own side bit for bit.

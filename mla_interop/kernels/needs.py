@@ -151,8 +151,3 @@ def reserve_workspace(size: int) -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         zeroed_workspace(torch.device("cuda", torch.cuda.current_device()), size)
-
-
-def free_workspaces() -> None:
-    """Give every workspace back; the next call makes a new one."""
-    _workspaces.clear()

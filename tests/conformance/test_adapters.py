@@ -69,9 +69,9 @@ def without_libraries(monkeypatch: pytest.MonkeyPatch) -> Any:
     """vLLM's operators need no library here; no workspace outlives a test."""
     monkeypatch.setattr(flash_attn_packages, "_vllm_library", lambda: "")
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-    needs.free_workspaces()
+    needs._workspaces.clear()
     yield
-    needs.free_workspaces()
+    needs._workspaces.clear()
 
 
 def conforms(subject: Subject, is_causal: bool, lengths: str) -> None:

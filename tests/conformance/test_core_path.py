@@ -46,7 +46,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
     register_mla_prefill_backend(NAME)(OnCPU)
     yield
     unregister_mla_prefill_backend(NAME)
-    needs.free_workspaces()
+    needs._workspaces.clear()
 
 
 def arrays(dtype: str) -> list[Any]:

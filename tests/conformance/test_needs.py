@@ -24,9 +24,9 @@ EMPTIES = frozenset({needs.NO_EMPTY_SEQUENCES})
 
 @pytest.fixture(autouse=True)
 def no_workspaces() -> Any:
-    needs.free_workspaces()
+    needs._workspaces.clear()
     yield
-    needs.free_workspaces()
+    needs._workspaces.clear()
 
 
 def strict(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, scale: float, is_causal: bool, **given: Any) -> tuple[Any, Any]:

@@ -122,7 +122,7 @@ def test_what_would_read_or_write_at_wrong_places_is_refused_before_the_call(gen
 def test_generation_2_refuses_what_32_bit_offsets_cannot_reach() -> None:
     fakes = Fakes(2)
     row = np.zeros((1, HEADS, 192), np.float16)
-    wide = np.lib.stride_tricks.as_strided(row, (KEYS, HEADS, 192), (2 * (flashinfer_module.MAX_ELEMENTS // KEYS + 1), 384, 2))
+    wide = np.lib.stride_tricks.as_strided(row, (KEYS, HEADS, 192), (2 * (2**32 // KEYS + 1), 384, 2))
     with pytest.raises(RuntimeError, match="elements; allowed: under 2"):
         fakes.launch(*fakes.arguments(k=wide))
     assert fakes.run == []

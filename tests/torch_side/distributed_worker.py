@@ -69,6 +69,12 @@ def context_parallel(rank: int, world: int, device: str) -> None:
         q[: part * world], *(x[: part * world][rank * part :][:part] for x in (k, v)), cu_seqlens_q=[0, part * world]
     )
     assert alone.shape == (part * world, HEADS, 128)
+    try:
+        torch_side.context_parallel_mla_prefill(q, k, v, cu_seqlens_q=cu_q, padding="some")
+    except MLAInputError as refusal:
+        assert "padding: got 'some'" in str(refusal)  # noqa: PT017
+    else:
+        raise AssertionError("padding reaches the calls")
 
 
 def sharded_heads(rank: int, world: int, device: str) -> None:
