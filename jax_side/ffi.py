@@ -67,7 +67,11 @@ class CallSpec:
 
 
 def target_name(backend: str, kind: str) -> str:
-    """Name of the XLA custom call target of a backend's compiled or python kernels."""
+    """Name of the XLA custom call target of a backend's compiled or python kernels.
+
+    Raises:
+        ValueError: Kernels of that kind have none.
+    """
     if kind not in KINDS:
         raise ValueError(f"kind: got {kind!r}; allowed: {', '.join(KINDS)}.")
     name = f"{TARGET_PREFIX}.{backend}"

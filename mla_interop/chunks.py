@@ -51,6 +51,9 @@ def plan_chunks(context_lens: Any, max_rows: int, alignment: int = 1, end_at_gap
 
     Returns:
         The chunks; every row of every context is in exactly one, in order.
+
+    Raises:
+        MLAInputError: A chunk cannot hold one aligned piece.
     """
     if max_rows < alignment or alignment < 1:
         raise input_error("workspace_rows, alignment", f"{max_rows}, {alignment}", "workspace_rows >= alignment >= 1")
@@ -94,7 +97,11 @@ def context_bucket(total: int, block_size: int = 1) -> int:
 
 
 def even_chunks(bucket: int, total: int, width: int, alignment: int) -> tuple[int, int]:
-    """Rows and number of the padded layout's chunks: equal, as few as fit the workspace. A chunk may stay ``alignment - 1`` rows short of full."""
+    """Rows and number of the padded layout's chunks: equal, as few as fit the workspace. A chunk may stay ``alignment - 1`` rows short of full.
+
+    Raises:
+        MLAInputError: The bucket does not hold the context, or a chunk not one aligned piece.
+    """
     if bucket < total:
         raise input_error("num_context_rows", str(bucket), f"at least the rows of context, {total}")
     if width < alignment:

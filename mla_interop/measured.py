@@ -120,7 +120,11 @@ def _readable(paths: Iterable[Path]) -> Iterable[Table]:
 
 
 def read(content: dict[str, Any]) -> Table:
-    """A table from its JSON content, as ``mla_interop.bench.measured_table`` makes it."""
+    """A table from its JSON content, as ``mla_interop.bench.measured_table`` makes it.
+
+    Raises:
+        ValueError, KeyError, TypeError: It is no such content, or of another format.
+    """
     if content["format"] != FORMAT:
         raise ValueError(f"format {content['format']} (allowed: {FORMAT})")
     times: dict[tuple[str, str, int, int, bool], dict[Shape, dict[str, float]]] = {}

@@ -89,6 +89,7 @@ class Resolved:
 
     @property
     def kernel(self) -> Kernel:
+        """The backend's kernel for this call."""
         return self.backend.kernel
 
     @property

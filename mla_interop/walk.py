@@ -139,7 +139,11 @@ def gather(cache: Any, rows: Any, scale: Any, dtype: Any) -> Any:
 
 
 def project(kv_b: Any, dimensions: MLADimensions, kv_c: Any, k_pe: Any) -> State:
-    """Keys and values of latents; v is a view of the projection where the namespace has views."""
+    """Keys ``[S, N, P + R]`` and values ``[S, N, V]`` of latents ``[S, L]`` and ``[S, R]``; v is a view of the projection where the namespace has views.
+
+    Raises:
+        MLAInputError: ``kv_b`` is a function that returns something else than ``[S, N * (P + V)]``.
+    """
     xp, nope = array_api_compat.array_namespace(kv_c), dimensions.qk_nope_head_dim
     kv: Any = kv_b(kv_c) if callable(kv_b) else xp.astype(kv_c @ kv_b, kv_c.dtype, copy=False)  # NumPy multiplies bfloat16 to float32
     width = nope + dimensions.v_head_dim

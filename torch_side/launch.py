@@ -254,7 +254,11 @@ def refuse_first_in_capture(q: torch.Tensor) -> None:
 
 
 def spec(x: torch.Tensor) -> TensorSpec:
-    """A tensor without its data."""
+    """A tensor without its data.
+
+    Raises:
+        MLAInputError: It is neither on a CPU nor on a CUDA device.
+    """
     device = x.device
     if device.type not in ("cpu", "cuda"):
         raise input_error("q, k, v", f"device {device}", "cpu or cuda")

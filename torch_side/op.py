@@ -48,6 +48,9 @@ def traced_call(q: Any, k: Any, v: Any, lengths: tuple[Any, ...], check: bool, o
         check: Must be False: nothing can be read back.
         options: scale, is_causal, return_lse, backend, fallback, padding.
         out: Where to write, or None.
+
+    Raises:
+        MLAInputError: An argument is wrong, or would become part of the program (``check``, lengths of the host).
     """
     scale, is_causal, return_lse, backend, fallback, padding = options
     made = make_options(scale, is_causal, return_lse, None, fallback, padding)

@@ -98,7 +98,11 @@ def _copied(weight: torch.Tensor, dimensions: MLADimensions, buffer: torch.Tenso
 
 
 def project_function(function: Callable[[Any], Any], dimensions: MLADimensions, buffer: torch.Tensor) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """A walk's ``project`` by any function of ``[S, L]``; ``buffer`` is ``[rows, N, P + R]``. A tuple's first element counts: some layers return a bias too."""
+    """A walk's ``project`` by any function of ``[S, L]``; ``buffer`` is ``[rows, N, P + R]``. A tuple's first element counts: some layers return a bias too.
+
+    Raises:
+        MLAInputError: From what is returned: the function gives no tensor of that shape, dtype and device.
+    """
     nope = dimensions.qk_nope_head_dim
 
     def project(kv_c: torch.Tensor, k_pe: Any) -> tuple[Any, Any]:

@@ -59,7 +59,11 @@ def render(results: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def problem_named(name: str) -> Problem:
-    """The problem that a result's name stands for: heads x length x sequences."""
+    """The problem that a result's name stands for: heads x length x sequences.
+
+    Raises:
+        MLAInputError: It is no such name.
+    """
     match = re.fullmatch(r"(\d+)x(random)?(\d+)x(\d+)", name)
     if match is None:
         raise input_error("problem", repr(name), "heads x length x sequences, such as 16x512x1 or 128xrandom4096x32")

@@ -104,7 +104,11 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def run_tool(command: Sequence[str], what: str, env: Mapping[str, str] | None = None) -> None:
-    """Run a compiler or linker; on failure raise with the last lines of what it printed."""
+    """Run a compiler or linker.
+
+    Raises:
+        MLABuildError: It is not there, or failed; with the last lines of what it printed.
+    """
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=env)
     except FileNotFoundError as error:
