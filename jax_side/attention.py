@@ -64,10 +64,8 @@ def mla_attention(
     arrays = {"q": q, "kv_c": kv_c, "k_pe": k_pe, "cache": cache, **({} if callable(kv_b) else {"kv_b": kv_b})}
     _check_arrays(arrays, ("kv_c", "k_pe", "cache"))
     q, kv_c, k_pe, cache = (None if x is None else jnp.asarray(x) for x in (q, kv_c, k_pe, cache))
-    shape = None if callable(kv_b) else tuple(kv_b.shape)
-    dimensions, rank = check(q, kv_c, k_pe, shape, cache, cache_scale, metadata, dimensions)
-    if not callable(kv_b) and kv_b.dtype != q.dtype:
-        raise input_error("kv_b", f"a weight of {kv_b.dtype}", f"q's dtype, {q.dtype}")
+    weight = (None, None) if callable(kv_b) else (tuple(kv_b.shape), kv_b.dtype)
+    dimensions, rank = check(q, kv_c, k_pe, *weight, cache, cache_scale, metadata, dimensions)
     make_options(scale, True, return_lse, backend, fallback, "finite")
     cache_scale = host_scale(cache_scale)
     with_lse = return_lse or metadata.bounds.num_chunks > 0

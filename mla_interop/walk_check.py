@@ -10,13 +10,14 @@ from mla_interop.latent_cache import check_scale
 
 
 def check(
-    q: Any, kv_c: Any, k_pe: Any, weight: tuple[int, int] | None, cache: Any, cache_scale: Any, metadata: Any, dimensions: Any
+    q: Any, kv_c: Any, k_pe: Any, weight: tuple[int, int] | None, weight_dtype: Any, cache: Any, cache_scale: Any, metadata: Any, dimensions: Any
 ) -> tuple[MLADimensions, int]:
     """Check a call from latents, before anything is launched.
 
     Args:
         q, kv_c, k_pe, cache, cache_scale, metadata: As in :func:`mla_interop.walk.walk`.
         weight: ``(L, N * (P + V))``; None where kv_b is a function.
+        weight_dtype: Its dtype, likewise.
         dimensions: Stated dimensions, or None.
 
     Returns:
@@ -47,6 +48,8 @@ def check(
     found, rank = _dimensions(q, kv_c, k_pe, weight, cache, dimensions)
     if has_context:
         _check_cache(cache, cache_scale, metadata, rank + found.qk_rope_head_dim)
+    if weight is not None and weight_dtype != q.dtype:
+        raise input_error("kv_b", f"a weight of {weight_dtype}", f"q's dtype, {q.dtype}")
     return found, rank
 
 

@@ -63,25 +63,16 @@ def mla_attention(
         MLAInputError: An argument is wrong.
         MLAUnsupportedError: No backend, or not the one asked for, can serve it.
     """
-    for name, x, optional in (("q", q, False), ("kv_c", kv_c, True), ("k_pe", k_pe, True), ("cache", cache, True)):
-        if not isinstance(x, torch.Tensor) and not (optional and x is None):
-            raise input_error(name, type(x).__name__, "a torch.Tensor")
-    if q.dim() != 3:
-        raise input_error("q", f"shape {tuple(q.shape)}", "packed, [T, N, P + R]")
+    _check_tensors(q, kv_c=kv_c, k_pe=k_pe, cache=cache)
     for name, x in (("q", q), ("kv_c", kv_c), ("k_pe", k_pe), ("cache", cache), ("kv_b", kv_b)):
         check_layout(name, x)
     weight = weight_of(kv_b, q.shape[1])
     check_grad(q=q, kv_c=kv_c, k_pe=k_pe, cache=cache, kv_b=getattr(kv_b, "weight", kv_b))
     make_options(scale, True, return_lse, backend, fallback, "finite")  # each call of a kernel does it too, but after products were launched
     cache_scale = host_scale(cache_scale)
-    shape = None if weight is None else (weight.shape[1], weight.shape[0] * weight.shape[2])
-    dimensions, rank = check(q, kv_c, k_pe, shape, cache, cache_scale, metadata, dimensions)
-    if weight is not None and weight.dtype != q.dtype:
-        raise input_error("kv_b", f"a weight of {weight.dtype}", f"q's dtype, {q.dtype}")
-    others: dict[str, Any] = {"kv_c": kv_c, "k_pe": k_pe, "cache": cache, "kv_b": weight, "cache_scale": cache_scale}
-    for name, x in others.items():
-        if isinstance(x, torch.Tensor) and x.device != q.device:
-            raise input_error(name, f"device {x.device}", f"q's device, {q.device}")
+    product = (None, None) if weight is None else ((weight.shape[1], weight.shape[0] * weight.shape[2]), weight.dtype)
+    dimensions, rank = check(q, kv_c, k_pe, *product, cache, cache_scale, metadata, dimensions)
+    _check_devices(q, kv_c=kv_c, k_pe=k_pe, cache=cache, kv_b=weight, cache_scale=cache_scale)
     metadata = _with_rows_on(metadata, q.device)
     with_lse = return_lse or metadata.bounds.num_chunks > 0
     options = {"scale": scale, "backend": backend, "fallback": fallback}
@@ -227,6 +218,20 @@ class MLAAttention(torch.nn.Module):
     def extra_repr(self) -> str:
         """Shown by ``print(module)``."""
         return f"{self.dimensions}, scale={self.scale:.6g}, backend={self.backend}"
+
+
+def _check_tensors(q: Any, **others: Any) -> None:
+    for name, x in {"q": q, **others}.items():
+        if not isinstance(x, torch.Tensor) and not (name != "q" and x is None):
+            raise input_error(name, type(x).__name__, "a torch.Tensor")
+    if q.dim() != 3:
+        raise input_error("q", f"shape {tuple(q.shape)}", "packed, [T, N, P + R]")
+
+
+def _check_devices(q: torch.Tensor, **others: Any) -> None:
+    for name, x in others.items():
+        if isinstance(x, torch.Tensor) and x.device != q.device:
+            raise input_error(name, f"device {x.device}", f"q's device, {q.device}")
 
 
 class _Buffers(NamedTuple):
