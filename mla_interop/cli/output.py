@@ -113,7 +113,8 @@ def progress_bar(what: str, quiet: bool = False) -> Iterator[Progress]:
     # Results that are printed meanwhile go above the bar; but they are stdout's, where that is not this terminal.
     with Bar(*columns, console=console(stderr=True), transient=True, expand=True, redirect_stdout=sys.stdout.isatty()) as bar:
         task = bar.add_task(what, total=None)
-        yield lambda share, what: bar.update(task, total=1.0, completed=share, description=what)
+        # A step is shown however short it is.
+        yield lambda share, what: bar.update(task, total=1.0, completed=share, description=what, refresh=True)
 
 
 def print_table(table: Any) -> None:
