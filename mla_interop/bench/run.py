@@ -34,6 +34,17 @@ DISTRIBUTIONS = (
 )
 
 
+# Measured once more, by turns and with nothing else between: they are closer to each other than what a GPU's clock does among dozens of contenders.
+# Framework, one name, the other name, and the kernels of the first (() for every one; the second's is the same, where it has one).
+PAIRS = (
+    ("torch", "mla_interop", "kernel object", ()),
+    ("jax", "mla_interop", "fa4-jax", ("FLASH_ATTN.fa4",)),
+    ("jax", "mla_interop + lse", "fa4-jax + lse", ("FLASH_ATTN.fa4",)),
+    ("jax", "mla_interop", "FlashAttention-4 by cutlass_call", ("FLASH_ATTN.fa4",)),
+)
+PAIR_ROUNDS = 41
+
+
 def environment(device: str) -> dict[str, Any]:
     """Machine, versions and date of a run."""
     versions = {name: package_version(name) for name in DISTRIBUTIONS}
@@ -64,22 +75,24 @@ def measure(
         progress: Told how far it is.
 
     Returns:
-        ``{"environment": ..., "host": [...], "ceiling": [...], "rows": [...]}``; times in microseconds a call, errors against float64. ``ceiling``: a
-        matrix product in each dtype, which the ``tflops`` of rows are to be compared with.
+        ``{"environment": ..., "host": [...], "ceiling": [...], "pairs": [...], "rows": [...]}``; times in microseconds a call, errors against
+        float64. ``ceiling``: a matrix product in each dtype, which the ``tflops`` of rows are to be compared with. ``pairs``: see :data:`PAIRS`.
     """
     if problems is None:
         problems = GPU_PROBLEMS if device == "cuda" else CPU_PROBLEMS
     rows, parts = [], [(problem, dtype) for problem in problems for dtype in dtypes]
+    pairs: list[dict[str, Any]] = []
     for index, (problem, dtype) in enumerate(parts):
-        for row in _rows(problem, device, dtype, only, functools.partial(progress, index / (len(parts) + 1))):
+        for row in _rows(problem, device, dtype, only, functools.partial(progress, index / (len(parts) + 1)), pairs):
             rows.append(row)
             report(row)
     progress(len(parts) / (len(parts) + 1), "what surrounds the kernels")
     ceiling = [matrix_product(device, dtype) for dtype in dtypes]  # right after the rows, when the device is as warm as it was for them
-    return {"environment": environment(device), "rows": rows, "ceiling": ceiling, "host": host_costs() + call_costs(device, dtypes[0])}
+    around = {"ceiling": ceiling, "host": host_costs() + call_costs(device, dtypes[0])}
+    return {"environment": environment(device), "rows": rows, "pairs": pairs, **around}
 
 
-def _rows(problem: Problem, device: str, dtype: str, only: str, starting: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+def _rows(problem: Problem, device: str, dtype: str, only: str, starting: Callable[[str], None], pairs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     starting(f"{problem.name}, {dtype}: the answer in float64")
     q, k, v = inputs(problem, device, dtype)
     truth = expected(problem, q, k, v)
@@ -108,11 +121,27 @@ def _rows(problem: Problem, device: str, dtype: str, only: str, starting: Callab
                 head["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
             rows.append(head)
         times = side_by_side(runs, target_s=0.02)
+        starting(f"{problem.name}, {dtype}: what is close, from {framework}")
+        pairs += _pairs(rows, runs)
         for number, row in enumerate(rows):
             if number in times:
                 row |= times[number]
                 row["tflops"] = problem.flops / row["us"] * 1e-6
             yield row
+
+
+def _pairs(rows: list[dict[str, Any]], runs: dict[int, tuple[Callable[[int], None], int]]) -> Iterator[dict[str, Any]]:
+    for framework, ours, theirs, kernels in PAIRS:
+        for a in runs:
+            for b in runs:
+                if (rows[a]["framework"], rows[a]["name"], rows[b]["name"]) != (framework, ours, theirs):
+                    continue
+                if rows[a]["kernel"] not in (kernels or rows[a]["kernel"]) or rows[b]["kernel"] not in ("", rows[a]["kernel"]):
+                    continue
+                times = side_by_side({a: runs[a], b: runs[b]}, PAIR_ROUNDS, 0.02)
+                us = times[a]["us"], times[b]["us"]
+                head = {name: rows[a][name] for name in ("problem", "dtype", "framework", "kernel")}
+                yield {**head, "names": [ours, theirs], "us": us, "us_min": (times[a]["us_min"], times[b]["us_min"]), "ratio": us[0] / us[1]}
 
 
 def save(results: dict[str, Any], path: Path) -> None:

@@ -124,6 +124,9 @@ def host(results: dict[str, Any]) -> str:
     """A matrix product, what the host does around the kernels, and whether very many calls leave the process any larger; "" where none was measured."""
     lines = [f"| a matrix product of {row['size']} cubed, {row['dtype']} | {row['tflops']:,.3g} TFLOP/s |" for row in results.get("ceiling", ())]
     lines += [f"| {row['name']} | {_host_cell(row)} |" for row in results.get("host", ()) if "us" in row]
+    for row in results.get("pairs", ()):
+        ours, theirs = row["names"]
+        lines.append(f"| {ours} ({row['framework']}, `{row['kernel']}`, {row['problem']}) over {theirs}, by turns | {row['ratio']:.3f} |")
     for row in results.get("soak", ()):
         grown = ", ".join(f"{value:,} {name.removeprefix('grown_').replace('_', ' ')}" for name, value in row.items() if name.startswith("grown_"))
         lines.append(f"| growth over the second half of {row['name'].replace(str(row['calls']), format(row['calls'], ','))} | {grown} |")
