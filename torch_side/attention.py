@@ -73,6 +73,10 @@ def mla_attention(
     product = (None, None) if weight is None else ((weight.shape[1], weight.shape[0] * weight.shape[2]), weight.dtype)
     dimensions, rank = check(q, kv_c, k_pe, *product, cache, cache_scale, metadata, dimensions)
     _check_devices(q, kv_c=kv_c, k_pe=k_pe, cache=cache, kv_b=weight, cache_scale=cache_scale)
+    if q.is_cuda and metadata.bounds.num_chunks:  # the new tokens come first: when the gather refused it, they would have been attended
+        from mla_interop.kernels import triton_latents
+
+        triton_latents.check_cache(cache)
     metadata = _with_rows_on(metadata, q.device)
     with_lse = return_lse or metadata.bounds.num_chunks > 0
     options = {"scale": scale, "backend": backend, "fallback": fallback}

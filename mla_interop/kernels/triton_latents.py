@@ -70,16 +70,25 @@ def _expand_k(
         tl.store(target + nope + shared, value, mask=(head < heads) & (shared < rope))
 
 
+def check_cache(cache: Any) -> None:
+    """Refuse a cache that :func:`gather` cannot read.
+
+    Raises:
+        MLAInputError: Another dtype, or a last dimension without unit stride.
+    """
+    if cache.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn):
+        raise input_error("cache", str(cache.dtype), "bfloat16, float16, float32 or float8_e4m3fn")
+    if cache.stride(2) != 1:
+        raise input_error("cache", f"strides {cache.stride()}", "a last dimension of unit stride")
+
+
 def gather(cache: Any, rows: Any, block_table: Any, requests: Any, scale: Any, dtype: Any, out: Any) -> Any:
     """``mla_interop.latents.gather`` with shapes already checked.
 
     Raises:
         MLAInputError: A cache of another dtype or without unit stride, or an ``out`` that is not contiguous.
     """
-    if cache.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn):
-        raise input_error("cache", str(cache.dtype), "bfloat16, float16, float32 or float8_e4m3fn")
-    if cache.stride(2) != 1:
-        raise input_error("cache", f"strides {cache.stride()}", "a last dimension of unit stride")
+    check_cache(cache)
     width = cache.shape[2]
     out = _target(out, (rows.shape[0], width), cache, dtype)
     if not out.numel():

@@ -201,3 +201,18 @@ def test_nothing_reads_the_device_back() -> None:
     results = second[0].numel() * 2 + second[1].numel() * 4
     assert torch.cuda.max_memory_allocated() - before <= results + 0.1 * size, "beside the workspace little is allocated"
     assert torch.equal(scratch.view(-1, RANK + 64)[: NEW_ROWS - 1, :RANK], given["kv_c"][1:])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"), [("dtype", "cache: got torch.float64"), ("stride", "cache: got strides .*; allowed: a last dimension of unit stride")]
+)
+def test_a_cache_that_cannot_be_gathered_is_refused_before_anything_is_launched(spoil: str, words: str) -> None:
+    import torch_side
+
+    given = case()
+    metadata = torch_side.prepare_context_metadata(QUERY_LENS, CONTEXT_LENS, given["table"], block_size=BLOCK, workspace_rows=16384, device="cuda")
+    cache = given["cache"].double() if spoil == "dtype" else given["cache"].transpose(1, 2).contiguous().transpose(1, 2)
+    out = torch.full((NEW_ROWS, HEADS, 128), float("nan"), device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(mla_interop.MLAInputError, match=words):
+        torch_side.mla_attention(given["q"], given["kv_c"], given["k_pe"], given["weight"], metadata=metadata, cache=cache, scale=SCALE, out=out)
+    assert torch.isnan(out).all()
