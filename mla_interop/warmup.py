@@ -80,16 +80,17 @@ def warm_up(config: MLAPrefillSelectorConfig, backends: Sequence[str] = (), *, j
 
 
 def _choices(config: MLAPrefillSelectorConfig) -> list[str]:
-    """What may be chosen, as ``BACKEND.variant``: without knowing the batch, and at every shape that was measured."""
-    sizes = [(config.num_tokens, config.num_seqs)]
-    if config.num_tokens is None:
-        sizes += sorted({(shape.tokens, shape.seqs) for shape in measured.shapes_for(config)})
+    """What may be chosen, as ``BACKEND.variant``: without knowing the batch, and at every shape that was measured; with LSE and without."""
     found: dict[str, None] = {}
-    for tokens, seqs in sizes:
-        table = explain(dataclasses.replace(config, num_tokens=tokens, num_seqs=seqs))
-        row = next((row for row in table.rows if row.backend == table.chosen), None)
-        if row is not None:
-            found[f"{row.backend}.{row.variant}"] = None
+    for each in (dataclasses.replace(config, needs_lse=needs_lse) for needs_lse in (True, False)):
+        sizes = [(each.num_tokens, each.num_seqs)]
+        if each.num_tokens is None:
+            sizes += sorted({(shape.tokens, shape.seqs) for shape in measured.shapes_for(each)})
+        for tokens, seqs in sizes:
+            table = explain(dataclasses.replace(each, num_tokens=tokens, num_seqs=seqs))
+            row = next((row for row in table.rows if row.backend == table.chosen), None)
+            if row is not None:
+                found[f"{row.backend}.{row.variant}"] = None
     return list(found)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mla_interop
-from mla_interop import MLADimensions, MLAInputError, MLAPrefillSelectorConfig, explain, measured, select, use_config
+from mla_interop import MLADimensions, MLAInputError, MLAPrefillSelectorConfig, explain, measured, select, use_config, warmup
 from mla_interop.backends.base import Kernel
 from mla_interop.bench.measured_table import problem_named, render, write
 from mla_interop.capability import machine_name
@@ -90,6 +90,7 @@ def test_what_an_lse_costs_counts_where_it_is_wanted(monkeypatch: pytest.MonkeyP
         found = times_for(problem(128, 512, 1, needs_lse=needs_lse))
         assert found is not None and found.us == us | {"FLASH_ATTN.fa4": 44.0}  # one time serves both where there is no other
     assert [explain(problem(128, 512, 1, needs_lse=x)).chosen for x in (False, True)] == ["FLASHINFER", "FLASH_ATTN"]
+    assert set(warmup._choices(problem(128, None, None))) == {"FLASHINFER.fa3", "FLASH_ATTN.fa4"}, "warmup builds for both"
 
 
 @pytest.mark.usefixtures("all_installed", "shipped")
