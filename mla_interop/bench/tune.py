@@ -8,7 +8,7 @@ from typing import Any
 from mla_interop.bench.measured_table import render, write
 from mla_interop.bench.problems import Problem, equal
 from mla_interop.bench.run import environment
-from mla_interop.bench.timing import per_call
+from mla_interop.bench.timing import side_by_side
 from mla_interop.capability import device_capability, machine_name
 from mla_interop.dimensions import Model
 from mla_interop.errors import MLAUnsupportedError
@@ -78,9 +78,11 @@ def _rows(model: Model, problem: Problem, device: str, dtype: str, end: float, p
     q, k, v = (torch.randn(problem.tokens, problem.heads, width, device=device).to(kind) for width in (dims[0], dims[0], dims[1]))
     valid = [row.backend for row in explain(config).rows if row.valid and (device == "cpu" or row.backend != "REFERENCE")]
     kernels = [f"{name}.{kernel.variant}" for name in valid for kernel in kernels_of(name, config)]
+    head = {"problem": problem.name, "dtype": dtype, "dims": dims, "framework": "torch", "name": "mla_interop"}
+    runs: dict[str, tuple[Callable[[int], None], int]] = {}
     for wanted in told(kernels, progress, lambda kernel: f"{problem.name}, {kernel}"):
         if time.monotonic() > end:
-            return
+            break
 
         def run(count: int, wanted: str = wanted) -> None:
             for _ in range(count):
@@ -88,9 +90,10 @@ def _rows(model: Model, problem: Problem, device: str, dtype: str, end: float, p
             if device == "cuda":
                 torch.cuda.synchronize()
 
-        head = {"problem": problem.name, "dtype": dtype, "dims": dims, "framework": "torch", "name": "mla_interop", "kernel": wanted}
         try:
-            measured: dict[str, Any] = per_call(run, repeats=3, target_s=0.004)
+            run(1)
+            runs[wanted] = run, 1
         except Exception as error:
-            measured = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
-        yield {**head, **measured}
+            yield {**head, "kernel": wanted, "failed": f"{type(error).__name__}: {str(error)[:300]}"}
+    for wanted, measured in side_by_side(runs, repeats=3, target_s=0.004).items():
+        yield {**head, "kernel": wanted, **measured}

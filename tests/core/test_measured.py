@@ -242,11 +242,12 @@ def test_tune_measures_this_machine_and_the_choice_follows(monkeypatch: pytest.M
     monkeypatch.setattr(tune, "_CPU_SHAPES", ((8, 1), (16, 3)))
     clock = iter([50.0, 2.0, 7.0, 9.0])
 
-    def per_call(run: Any, **options: Any) -> dict[str, float]:
-        run(1)
-        return {"us": next(clock)}
+    def side_by_side(runs: dict[str, Any], **options: Any) -> dict[str, dict[str, float]]:
+        for run, _ in runs.values():
+            run(1)
+        return {kernel: {"us": next(clock)} for kernel in runs}
 
-    monkeypatch.setattr(tune, "per_call", per_call)
+    monkeypatch.setattr(tune, "side_by_side", side_by_side)
     said: list[dict[str, Any]] = []
     with use_config({"order": ["REFERENCE", "CPU_SDPA"]}):
         path = tune.tune(mla_interop.MODELS["deepseek-v3"], "cpu", "float32", (2,), 60, said.append)
