@@ -1,14 +1,20 @@
-"""The operator that ``torch.compile``, ``torch.export`` and ``make_fx`` see in place of a call: one node, its lengths tensors, nothing baked in.
+"""The operators that ``torch.compile``, ``torch.export`` and ``make_fx`` see in place of a call: one node, its lengths tensors, nothing baked in.
 
-``mla_interop::prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, plan, <bounds>, <options>) -> (out, lse)``; lse is empty where it is not wanted. With
-``out=`` it is ``prefill_out``, which writes into it. Calls outside of any tracing do not come here: they launch directly.
+``mla_interop::prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, plan, <bounds>, scale, options) -> out``; ``prefill_lse`` gives ``(out, lse)``. With ``out=``
+they are ``prefill_out``, which writes into it and returns nothing, and ``prefill_lse_out``, which returns lse. Calls outside of any tracing do not come
+here: they launch directly.
 
 Lengths that the host knows do not enter a compiled program; what does are the bounds of the metadata (``sequences.Bounds``), so that new
 lengths inside the same bounds do not recompile. When the program runs, the kernel is selected for the shapes that arrive, and kept.
+
+Each argument of an operator is converted from Python and back in every call. So what cannot change between the calls of a program is one of them, a
+text (:class:`Fixed`), and equal lengths are passed once.
 """
 
+import functools
 import hashlib
-from typing import Any
+import json
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -25,18 +31,34 @@ from mla_interop.sequences import Bounds, PrefillMetadata, dense_metadata
 from torch_side.launch import DTYPE_NAMES, call, call_key, check_out, find_shared, launch, no_memory, on_device, prepared_for
 
 _ARGUMENTS = (
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? plan, SymInt? num_tokens_q, SymInt? num_tokens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
-    "bool padded_q, bool padded_k, bool same_lengths, str? plan_for, float? scale, bool is_causal, bool return_lse, str? backend, bool fallback, "
-    "str padding, str environment"
+    "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? plan, SymInt? num_tokens_q, SymInt? num_tokens_k, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? scale, str options"
 )
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-
-_library = torch.library.Library("mla_interop", "DEF")
-_library.define(f"prefill(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor)", tags=_TAGS)
-_library.define(f"prefill_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {_ARGUMENTS}) -> Tensor", tags=_TAGS)
-prefill_op = torch.ops.mla_interop.prefill.default
 _NO_BOUNDS = Bounds(0, None, None, True, True, None, None)
-prefill_out_op = torch.ops.mla_interop.prefill_out.default
+_library = torch.library.Library("mla_interop", "DEF")
+_forward_ad = torch.autograd.forward_ad
+
+
+class Fixed(NamedTuple):
+    """What of a call is a part of the program. As text, the operator's ``options``, it is a JSON object of whatever is not as here.
+
+    Attributes:
+        padded_q, padded_k, same_lengths, plan_for: As in ``sequences.Bounds``. With ``same_lengths``, ``cu_seqlens_k`` is None.
+        is_causal, fallback, padding: As in ``prefill.Options``.
+        backend: Names with commas between.
+        environment: Sets programs that were traced under different settings apart: a call does not read the environment.
+    """
+
+    padded_q: bool = False
+    padded_k: bool = False
+    same_lengths: bool = False
+    plan_for: str | None = None
+    is_causal: bool = True
+    backend: str | None = None
+    fallback: bool = False
+    padding: str = "finite"
+    environment: str = ""
 
 
 def traced_call(q: Any, k: Any, v: Any, lengths: tuple[Any, ...], check: bool, options: tuple[Any, ...], out: Any) -> Any:
@@ -53,36 +75,41 @@ def traced_call(q: Any, k: Any, v: Any, lengths: tuple[Any, ...], check: bool, o
         MLAInputError: An argument is wrong, or would become part of the program (``check``, lengths of the host).
     """
     scale, is_causal, return_lse, backend, fallback, padding = options
-    made = make_options(scale, is_causal, return_lse, None, fallback, padding)
+    if scale is not None and type(scale) is not float:
+        scale = make_options(scale, True, False, None, False, "finite").scale
     if check:
         raise input_error("check", "True inside compiled code", "False", "Reading lengths back would be a host sync in every call.")
     if q.dim() == 4:
         refuse_lengths(lengths)
-    arguments = (*_lengths(q, k, *lengths), made.scale, is_causal, return_lse, _text(backend), fallback, padding, _environment())
+    arrays, bounds = _lengths(q, k, *lengths)
+    arguments = (*arrays, scale, _text(bounds, is_causal, return_lse, backend, fallback, padding))
     if out is None:
-        result, lse = prefill_op(q, k, v, *arguments)
-    else:
-        result, lse = out, prefill_out_op(q, k, v, out, *arguments)
-    return (result, lse) if return_lse else result
+        return prefill_lse_op(q, k, v, *arguments) if return_lse else prefill_op(q, k, v, *arguments)
+    if return_lse:
+        return out, prefill_lse_out_op(q, k, v, *arguments, out)
+    prefill_out_op(q, k, v, *arguments, out)
+    return out
 
 
-def _lengths(q: Any, k: Any, metadata: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any) -> tuple[Any, ...]:
-    """The arguments of the operator from ``cu_seqlens_q`` to ``plan_for``."""
-    if metadata is None and cu_seqlens_q is None and cu_seqlens_k is None and max_seqlen_q is None and max_seqlen_k is None:
-        return None, None, None, None, None, None, None, False, False, False, None
+def _lengths(q: Any, k: Any, metadata: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any) -> tuple[Any, Any]:
+    """The arguments of the operator from ``cu_seqlens_q`` to ``max_seqlen_k``, and the first fields of :class:`Fixed`."""
+    none_given = cu_seqlens_q is None and cu_seqlens_k is None and max_seqlen_q is None and max_seqlen_k is None
+    if metadata is None and none_given:
+        return (None,) * 7, (False, False, False, None)
     if metadata is None and isinstance(cu_seqlens_q, torch.Tensor) and (cu_seqlens_k is None or isinstance(cu_seqlens_k, torch.Tensor)):
-        same = cu_seqlens_k is None
-        return cu_seqlens_q, cu_seqlens_q if same else cu_seqlens_k, None, q.shape[0], k.shape[0], max_seqlen_q, max_seqlen_k, True, True, same, None
+        return (cu_seqlens_q, cu_seqlens_k, None, None, None, max_seqlen_q, max_seqlen_k), (True, True, cu_seqlens_k is None, None)
     if metadata is None and torch.compiler.is_compiling():
         got = "None" if cu_seqlens_q is None else type(cu_seqlens_q).__name__
         raise input_error("cu_seqlens_q", f"{got} inside compiled code", "int32 tensors, or metadata", "Values of the host would become part of the program.")
-    if not isinstance(metadata, PrefillMetadata) or cu_seqlens_q is not None:
+    if not none_given or not isinstance(metadata, PrefillMetadata):
         metadata = metadata_for(tuple(q.shape), tuple(k.shape), metadata, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, False)
-    arrays = metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.plan
-    if not (isinstance(arrays[0], torch.Tensor) and isinstance(arrays[1], torch.Tensor) and (arrays[2] is None or isinstance(arrays[2], torch.Tensor))):
-        arrays = _moved(metadata, q.device)
     b = metadata.bounds
-    return *arrays, b.num_tokens_q, b.num_tokens_k, b.max_seqlen_q, b.max_seqlen_k, b.padded_q, b.padded_k, b.same_lengths, b.plan_for
+    cu_q, cu_k, plan = metadata.cu_seqlens_q, None if b.same_lengths else metadata.cu_seqlens_k, metadata.plan
+    for array in (cu_q, cu_k, plan):
+        if array is not None and not isinstance(array, torch.Tensor):
+            cu_q, cu_k, plan = _moved(metadata, q.device)
+            break
+    return (cu_q, cu_k, plan, b.num_tokens_q, b.num_tokens_k, b.max_seqlen_q, b.max_seqlen_k), (b.padded_q, b.padded_k, b.same_lengths, b.plan_for)
 
 
 def _moved(metadata: PrefillMetadata, device: torch.device) -> Any:
@@ -92,64 +119,79 @@ def _moved(metadata: PrefillMetadata, device: torch.device) -> Any:
             "metadata", "lengths in host memory inside compiled code", "prepare_metadata(..., device=q.device)", "Its tensors are inputs of the program."
         )
     with _disable_current_modes():
-        return on_device(metadata, device)
+        cu_q, cu_k, plan = on_device(metadata, device)
+    return cu_q, None if metadata.bounds.same_lengths else cu_k, plan
 
 
 @torch.compiler.assume_constant_result
-def _text(backend: Any) -> str | None:
-    """Names of backends as one string, which an operator can take."""
-    return None if backend is None else ",".join(parse_names("backend", backend))
+def _text(bounds: tuple[Any, Any, Any, Any], is_causal: Any, return_lse: Any, backend: Any, fallback: Any, padding: Any) -> str:
+    """:class:`Fixed` as text, of checked options; when a program is traced, this is called and not traced."""
+    made = make_options(None, is_causal, return_lse, None, fallback, padding)
+    names = None if backend is None else ",".join(parse_names("backend", backend))
+    environment = hashlib.sha1(repr(environment_key()).encode(), usedforsecurity=False).hexdigest()[:8]
+    padded_q, padded_k, same_lengths, plan_for = bounds
+    fixed = Fixed(padded_q, padded_k, same_lengths, plan_for, made.is_causal, names, made.fallback, made.padding, environment)
+    return json.dumps({name: value for name, value in fixed._asdict().items() if value != Fixed._field_defaults[name]})
 
 
-@torch.compiler.assume_constant_result
-def _environment() -> str:
-    """Sets programs that were traced under different settings apart: the operator's cache does not read the environment in a call."""
-    return hashlib.sha1(repr(environment_key()).encode(), usedforsecurity=False).hexdigest()[:8]
+@functools.lru_cache
+def _parsed(text: str) -> Fixed:
+    return Fixed(**json.loads(text))
 
 
-def _run(q: Any, k: Any, v: Any, out: Any, cu_q: Any, cu_k: Any, plan: Any, *rest: Any) -> Any:
-    """The operator: what an eager call does, but that nothing is known of the lengths except bounds."""
+def _run(
+    return_lse: bool,
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_q: Any,
+    cu_k: Any,
+    plan: Any,
+    num_q: Any,
+    num_k: Any,
+    max_q: Any,
+    max_k: Any,
+    scale: Any,
+    text: str,
+    out: Any = None,
+) -> Any:
+    """An operator: what an eager call does, but that nothing is known of the lengths except bounds. With ``out`` it returns lse, or None."""
     if cu_q is None:
-        return _run_equal(q, k, v, out, _options(rest))
-    key = call_key(q, k, v, rest), cu_q.shape, plan is None
-    prepared = find_shared(key)
-    if prepared is None:
-        tokens_q, tokens_k, max_q, max_k, padded_q, padded_k, same, plan_for = rest[:8]
-        bounds = Bounds(cu_q.shape[0] - 1, tokens_q, tokens_k, padded_q, padded_k, max_q, max_k, same, plan_for)
-        prepared = prepared_for(q, k, v, _options(rest), bounds, plan is not None, key)
-    if cu_q.device != q.device or cu_k.device != q.device or not (cu_q.is_contiguous() and cu_k.is_contiguous()):
-        cu_q, cu_k, plan = on_device(PrefillMetadata(cu_q, cu_k, plan, _NO_BOUNDS), q.device)  # refuses the one, copies the other
-    return launch(prepared, (cu_q, cu_k, plan), q, k, v, out)
+        made = _run_equal(q, k, v, _options(text, scale, return_lse), out)
+    else:
+        rest = return_lse, num_q, num_k, max_q, max_k, scale, text
+        key = call_key(q, k, v, rest), cu_q.shape, plan is None
+        prepared = find_shared(key)
+        if prepared is None:
+            fixed = _parsed(text)
+            bounds = Bounds(cu_q.shape[0] - 1, num_q, num_k, fixed.padded_q, fixed.padded_k, max_q, max_k, fixed.same_lengths, fixed.plan_for)
+            prepared = prepared_for(q, k, v, _options(text, scale, return_lse), bounds, plan is not None, key)
+        if cu_k is None:
+            cu_k = cu_q
+        if cu_q.device != q.device or cu_k.device != q.device or not (cu_q.is_contiguous() and cu_k.is_contiguous()):
+            cu_q, cu_k, plan = on_device(PrefillMetadata(cu_q, cu_k, plan, _NO_BOUNDS), q.device)  # refuses the one, copies the other
+        made = launch(prepared, (cu_q, cu_k, plan), q, k, v, out)
+    if out is None:
+        return made
+    return made[1] if return_lse else None
 
 
-def _options(rest: tuple[Any, ...]) -> Options:
-    scale, is_causal, return_lse, backend, fallback, padding, _ = rest[8:]
-    if backend is not None and "," in backend:
-        backend = tuple(backend.split(","))
-    return Options(scale, is_causal, return_lse, backend, fallback, padding)
+def _options(text: str, scale: float | None, return_lse: bool) -> Options:
+    fixed, names = _parsed(text), (_parsed(text).backend or "").split(",")
+    return Options(scale, fixed.is_causal, return_lse, fixed.backend if len(names) == 1 else tuple(names), fixed.fallback, fixed.padding)
 
 
-def _run_equal(q: Any, k: Any, v: Any, out: Any, options: Options) -> Any:
+def _run_equal(q: Any, k: Any, v: Any, options: Options, out: Any) -> Any:
     if q.dim() != 4:
         return call(q, k, v, options, dense_metadata(1, q.shape[0], k.shape[0]), out)
-    flat = None if out is None else out.flatten(0, 1)
-    return dense_call(q, k, v, (), lambda q, k, v, metadata: call(q, k, v, options, metadata, flat))
-
-
-def _prefill(q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
-    made = _run(q, k, v, None, *rest)
-    return made if isinstance(made, tuple) else (made, q.new_empty(0, dtype=torch.float32))
-
-
-def _prefill_out(q: Any, k: Any, v: Any, out: Any, *rest: Any) -> Any:
-    if q.dim() == 4:
+    if out is not None:
         check_out(out, (*q.shape[:3], v.shape[-1]), q, None)
-    made = _run(q, k, v, out, *rest)
-    return made[1] if isinstance(made, tuple) else q.new_empty(0, dtype=torch.float32)
+        out = out.flatten(0, 1)
+    return dense_call(q, k, v, (), lambda q, k, v, metadata: call(q, k, v, options, metadata, out))
 
 
-def _fake_lse(q: Any, k: Any, v: Any, cu_q: Any, return_lse: bool) -> Any:
-    """The checks that need no values, and lse without data."""
+def _fake(return_lse: bool, has_out: bool, q: Any, k: Any, v: Any, cu_q: Any, *_: Any) -> Any:
+    """The checks that need no values, and results without data."""
     if not q.dim() == k.dim() == v.dim() or q.dim() not in (3, 4):
         raise input_error("q, k, v", f"{q.dim()}, {k.dim()}, {v.dim()} dimensions", "all packed [tokens, heads, dim] or all dense [batch, tokens, heads, dim]")
     packed = [x if x.dim() == 3 else x[0] for x in (q, k, v)]
@@ -158,22 +200,16 @@ def _fake_lse(q: Any, k: Any, v: Any, cu_q: Any, return_lse: bool) -> Any:
     check_tensors(*specs)
     if cu_q is not None and cu_q.device != device:
         raise input_error("cu_seqlens_q", f"device {cu_q.device}", f"q's device, {device}")
-    if not return_lse:
-        return q.new_empty(0, dtype=torch.float32)
-    if q.dim() == 4:
-        return q.new_empty((q.shape[2], q.shape[0], q.shape[1]), dtype=torch.float32).transpose(0, 1)
-    return q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-
-
-def _fake_prefill(q: Any, k: Any, v: Any, cu_q: Any, *rest: Any) -> tuple[Any, Any]:
+    lse = None
+    if return_lse:
+        batch = q.shape[:-3]  # none for packed tensors
+        lse = q.new_empty((q.shape[-2], *batch, q.shape[-3]), dtype=torch.float32)
+        lse = lse.transpose(0, 1) if batch else lse
+    if has_out:
+        return lse
     # Kernels for 8-bit inputs write 16 bits (Kernel.out_dtype).
-    dtype = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
-    lse = _fake_lse(q, k, v, cu_q, rest[12])
-    return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype), lse
-
-
-def _fake_prefill_out(q: Any, k: Any, v: Any, out: Any, cu_q: Any, *rest: Any) -> Any:
-    return _fake_lse(q, k, v, cu_q, rest[12])
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype)
+    return (out, lse) if return_lse else out
 
 
 def check_grad(q: Any, k: Any, v: Any) -> None:
@@ -185,7 +221,7 @@ def check_grad(q: Any, k: Any, v: Any) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.requires_grad and torch.is_grad_enabled():
             what = "a tensor that requires grad in grad mode"
-        elif torch.autograd.forward_ad._current_level >= 0 and torch.autograd.forward_ad.unpack_dual(x).tangent is not None:
+        elif _forward_ad._current_level >= 0 and _forward_ad.unpack_dual(x).tangent is not None:
             what = "a tensor with a tangent of forward-mode differentiation"
         else:
             continue
@@ -199,12 +235,20 @@ def _vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
     raise no_memory(f"torch.func.vmap over {info.batch_size}")
 
 
-for _operator, _real, _fake in ((prefill_op, _prefill, _fake_prefill), (prefill_out_op, _prefill_out, _fake_prefill_out)):
-    _name = _operator.name()
-    for _key in ("CPU", "CUDA"):
-        _library.impl(_operator, _real, _key)
-    torch.library.register_fake(_name, _fake, lib=_library)
-    torch.library.register_vmap(_name, _vmap, lib=_library)
+def _operator(name: str, returns: str, return_lse: bool, out: str = "") -> Any:
+    """Define one operator, and what it is on a device, on tensors without data, and under ``vmap``."""
+    _library.define(f"{name}({_ARGUMENTS}{out}) -> {returns}", tags=_TAGS)
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, functools.partial(_run, return_lse), key)
+    torch.library.register_fake(f"mla_interop::{name}", functools.partial(_fake, return_lse, bool(out)), lib=_library)
+    torch.library.register_vmap(f"mla_interop::{name}", _vmap, lib=_library)
+    return getattr(torch.ops.mla_interop, name).default
+
+
+prefill_op = _operator("prefill", "Tensor", False)
+prefill_lse_op = _operator("prefill_lse", "(Tensor, Tensor)", True)
+prefill_out_op = _operator("prefill_out", "()", False, ", Tensor(a!) out")
+prefill_lse_out_op = _operator("prefill_lse_out", "Tensor", True, ", Tensor(a!) out")
 
 
 def _flatten(metadata: PrefillMetadata) -> tuple[list[Any], Bounds]:

@@ -1,6 +1,8 @@
 """What PyTorch's transformations see of a call: one operator, with lengths as data. Values are those of the eager call, which other tests judge."""
 
 import copy
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 import mla_interop  # noqa: E402
 import torch_side  # noqa: E402
 from mla_interop import MLAInputError  # noqa: E402
-from torch_side.op import prefill_op, prefill_out_op  # noqa: E402
+from torch_side.op import prefill_lse_op, prefill_lse_out_op, prefill_op, prefill_out_op  # noqa: E402
 
 R1 = mla_interop.MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 HEADS, T, S = 3, 12, 17
@@ -64,7 +66,7 @@ def test_the_graph_has_one_node_and_lengths_inside_a_bucket_do_not_recompile() -
     for seed, lengths in enumerate(BATCHES):
         inputs, metadata = arrays(seed=seed), bucket(*lengths)
         equal(compiled(*inputs, metadata), layer(*inputs, metadata))
-    assert counter.frame_count == 1 and operators(counter.graphs[0].graph) == ["mla_interop.prefill.default"]
+    assert counter.frame_count == 1 and operators(counter.graphs[0].graph) == ["mla_interop.prefill_lse.default"]
 
 
 @pytest.mark.parametrize("padding", ["finite", "any"])
@@ -89,6 +91,52 @@ def test_number_of_tokens_and_sequences_are_dynamic() -> None:
         cu = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
         assert torch.equal(compiled(q, k, v, cu, cu.clone()), torch_side.mla_prefill(q, k, v, cu_seqlens_q=cu.tolist()))
     assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("keys", ["own lengths", "equal lengths"])
+def test_metadata_of_other_sizes_makes_the_program_dynamic_once(keys: str) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda q, k, v, metadata: torch_side.mla_prefill(q, k, v, metadata=metadata), fullgraph=True, backend=counter)
+    for tokens, lengths in ((12, [5, 7]), (20, [4, 16]), (33, [30, 3]), (7, [2, 5])):
+        cu = np.cumsum([0, *lengths])
+        metadata = torch_side.prepare_metadata(cu, cu if keys == "own lengths" else None, device="cpu")
+        inputs = arrays(tokens, tokens, seed=tokens)
+        assert torch.equal(compiled(*inputs, metadata), torch_side.mla_prefill(*inputs, metadata=metadata))
+    assert counter.frame_count == 2
+
+
+def test_what_the_text_holds_is_guarded_and_each_call_of_a_program_has_its_own() -> None:
+    """The text is made once, when a program is traced: other options and other bounds must be other programs."""
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def two(q: Any, k: Any, v: Any, metadata: Any, is_causal: bool, padding: str, backend: Any, scale: float) -> Any:
+        first = torch_side.mla_prefill(q, k, v, metadata=metadata, is_causal=is_causal, padding=padding, backend=backend, scale=scale)
+        return first, torch_side.mla_prefill(q, k, v, metadata=metadata, is_causal=not is_causal)
+
+    compiled, inputs = torch.compile(two, fullgraph=True, backend=counter), arrays(12, 12)
+    equal_lengths, own = (torch_side.prepare_metadata([0, 3, 12], cu_k, device="cpu") for cu_k in (None, [0, 7, 12]))
+    padded = torch_side.prepare_metadata([0, 3, 9], num_tokens_q=12, device="cpu")
+    calls: list[Any] = [(own, True, "finite", None, 0.1), (own, False, "finite", None, 0.1), (own, True, "any", None, 0.1)]
+    calls += [(own, True, "finite", ["reference"], 0.1), (equal_lengths, True, "finite", None, 0.1), (padded, True, "finite", None, 0.1)]
+    for number, call in enumerate(calls, 1):
+        equal(compiled(*inputs, *call), two(*inputs, *call))
+        assert counter.frame_count == number
+    texts = [[node.args[-1] for node in graph.graph.nodes if "mla_interop" in str(node.target)] for graph in counter.graphs]
+    environment = texts[0][0].split('"')[3]
+    assert texts[3] == [f'{{"backend": "REFERENCE", "environment": "{environment}"}}', f'{{"is_causal": false, "environment": "{environment}"}}']
+
+
+def test_a_call_has_few_guards() -> None:
+    """Dynamo checks each in every call of a program. Beyond those of a program that only reads the tensors of its arguments, these are ours."""
+    counts = []
+
+    def guards_of(function: Any) -> int:
+        options = {"guard_filter_fn": lambda entries: counts.append(len(entries)) or [True] * len(entries)}
+        torch.compile(function, fullgraph=True, backend="eager", options=options)(*arrays(12, 12), torch_side.prepare_metadata([0, 12], device="cpu"))
+        return counts[-1]
+
+    least = guards_of(lambda q, k, v, metadata: q + k + v.sum() + metadata.cu_seqlens_q.sum())
+    assert guards_of(lambda q, k, v, metadata: torch_side.mla_prefill(q, k, v, metadata=metadata)) - least <= 55
 
 
 def test_one_sequence_and_a_dense_batch() -> None:
@@ -136,24 +184,24 @@ def test_out_is_written_by_a_compiled_call() -> None:
 
     lse = torch.compile(call, fullgraph=True, backend=counter)(q, k, v, metadata, out)
     equal((out, lse), torch_side.mla_prefill(q, k, v, metadata=metadata, return_lse=True))
-    assert operators(counter.graphs[0].graph) == ["mla_interop.prefill_out.default"]
+    assert operators(counter.graphs[0].graph) == ["mla_interop.prefill_lse_out.default"]
 
 
-def arguments(metadata: Any, return_lse: bool, padding: str = "finite") -> tuple[Any, ...]:
+def arguments(metadata: Any, options: str = '{"padded_q": true, "padded_k": true}') -> tuple[Any, ...]:
+    """An operator's, from ``cu_seqlens_q`` to ``options``."""
     b = metadata.bounds
-    bounds = b.num_tokens_q, b.num_tokens_k, b.max_seqlen_q, b.max_seqlen_k, b.padded_q, b.padded_k, b.same_lengths, b.plan_for
-    return metadata.cu_seqlens_q, metadata.cu_seqlens_k, None, *bounds, None, True, return_lse, None, False, padding, ""
+    return metadata.cu_seqlens_q, metadata.cu_seqlens_k, None, b.num_tokens_q, b.num_tokens_k, b.max_seqlen_q, b.max_seqlen_k, None, options
 
 
 @pytest.mark.parametrize("return_lse", [True, False])
 @pytest.mark.parametrize("dense", [False, True], ids=["packed", "dense"])
 def test_opcheck(return_lse: bool, dense: bool) -> None:
-    inputs, rest = arrays(), arguments(bucket(*BATCHES[0]), return_lse)
+    inputs, rest = arrays(), arguments(bucket(*BATCHES[0]))
     if dense:
-        inputs, rest = tuple(x.unflatten(0, (1, -1)).expand(2, -1, -1, -1) for x in inputs), (*[None] * 7, False, False, False, *rest[10:])
-    torch.library.opcheck(prefill_op, (*inputs, *rest))
+        inputs, rest = tuple(x.unflatten(0, (1, -1)).expand(2, -1, -1, -1) for x in inputs), (*[None] * 8, "{}")
+    torch.library.opcheck(prefill_lse_op if return_lse else prefill_op, (*inputs, *rest))
     out = torch.zeros(*inputs[0].shape[:-1], 128)
-    torch.library.opcheck(prefill_out_op, (*inputs, out, *rest))
+    torch.library.opcheck(prefill_lse_out_op if return_lse else prefill_out_op, (*inputs, *rest, out))
 
 
 def test_eight_bit_inputs_give_sixteen_bits_in_the_fake_too() -> None:
@@ -209,7 +257,7 @@ class Layer(torch.nn.Module):
 def test_export_takes_metadata_as_an_input(strict: bool) -> None:
     inputs, metadata = arrays(), bucket(*BATCHES[0])
     program = torch.export.export(Layer(), (*inputs, metadata), strict=strict)
-    assert operators(program.graph) == ["mla_interop.prefill.default"]
+    assert operators(program.graph) == ["mla_interop.prefill_lse.default"]
     other, fresh_inputs = bucket(*BATCHES[2]), arrays(seed=7)
     equal(program.module()(*fresh_inputs, other), layer(*fresh_inputs, other))
 
@@ -228,11 +276,38 @@ def test_export_with_a_dynamic_number_of_tokens_survives_a_file() -> None:
     assert torch.equal(program.module()(q, k, v, torch.tensor([0, 1, 30, 40], dtype=torch.int32)), torch_side.mla_prefill(q, k, v, cu_seqlens_q=[0, 1, 30, 40]))
 
 
+def test_a_saved_program_runs_in_another_process(tmp_path: Any) -> None:
+    """What its operator was given is text there too: a mask, a backend, bounds."""
+
+    class Plain(torch.nn.Module):
+        def forward(self, q: Any, k: Any, v: Any, metadata: Any) -> Any:
+            return torch_side.mla_prefill(q, k, v, metadata=metadata, is_causal=False, backend=["cpu_sdpa", "reference"], scale=0.3)
+
+    inputs, metadata, other = arrays(), bucket(*BATCHES[0]), bucket(*BATCHES[2])
+    torch.export.save(torch.export.export(Plain(), (*inputs, metadata)), tmp_path / "program.pt2")
+    torch.save((inputs, other.cu_seqlens_q, other.cu_seqlens_k), tmp_path / "inputs.pt")
+    script = """
+import sys, torch, torch_side
+inputs, cu_q, cu_k = torch.load("inputs.pt")
+metadata = torch_side.prepare_metadata(cu_q.numpy(), cu_k.numpy(), num_tokens_q=12, num_tokens_k=17, device="cpu")
+with torch.no_grad():
+    torch.save(torch.export.load("program.pt2").module()(*inputs, metadata), "out.pt")
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=300)
+    assert torch.equal(torch.load(tmp_path / "out.pt"), Plain()(*inputs, other))
+
+
 REFUSED = {
     "host lengths": ({"cu_seqlens_q": [0, 12]}, "cu_seqlens_q: got list inside compiled code"),
     "bounds alone": ({"max_seqlen_q": 12}, "cu_seqlens_q: got None inside compiled code"),
     "read back": ({"check": True}, "check: got True inside compiled code"),
     "flag": ({"is_causal": 1}, "is_causal: got 1"),
+    "two forms": ({"cu_seqlens_k": [0, 12]}, "cu_seqlens_q: got None inside compiled code"),
+    "two at once": (
+        {"metadata": torch_side.prepare_metadata([0, 12], device="cpu"), "cu_seqlens_k": torch.tensor([0, 12], dtype=torch.int32)},
+        "metadata: given together with cu_seqlens",
+    ),
+    "a name": ({"backend": "FLASH"}, "backend: got 'FLASH'"),
 }
 
 
@@ -284,7 +359,7 @@ def test_vmap_is_refused_with_the_alternative(way: str) -> None:
     eager = torch.func.vmap(lambda *x: run(*x, metadata=metadata))
     call = {
         "eager": eager,
-        "operator": torch.func.vmap(lambda *x: prefill_op(*x, *arguments(metadata, False))[0]),
+        "operator": torch.func.vmap(lambda *x: prefill_op(*x, *arguments(metadata))),
         "compiled": torch.compile(eager, fullgraph=True, backend="aot_eager"),
     }[way]
     with pytest.raises(Exception, match="torch.func.vmap, give the mapped dimension as the batch of a dense"):
