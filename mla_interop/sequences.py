@@ -7,7 +7,7 @@ in a call (``check=True`` does, for debugging); what is then known of them are b
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import array_api_compat
 import numpy as np
@@ -16,6 +16,9 @@ from mla_interop.config import environment_key
 from mla_interop.errors import MLAInputError, input_error
 from mla_interop.exchange import host_values, is_tracer, read_back
 from mla_interop.selector_config import MLAPrefillSelectorConfig
+
+if TYPE_CHECKING:
+    from mla_interop.backends.base import MLAPrefillBackend
 
 INT32_MAX = 2**31 - 1
 # Sizes inside torch.compile and jax.export, which are integers of a later time.
@@ -141,7 +144,7 @@ def prepare_metadata(
     max_seqlen_k: int | None = None,
     num_tokens_q: int | None = None,
     num_tokens_k: int | None = None,
-    is_causal: bool = True,
+    is_causal: bool | None = None,
     config: MLAPrefillSelectorConfig | None = None,
     backend: Any = None,
     check: bool = False,
@@ -156,7 +159,8 @@ def prepare_metadata(
         max_seqlen_q, max_seqlen_k: Upper bounds of one sequence's length, in tokens. An error if the host knows better.
         num_tokens_q, num_tokens_k: T and S of the (padded) buffers. None: exactly ``cu_seqlens[-1]`` where the host knows it.
             State a bucket's size here, and new lengths inside the bucket do not recompile a jitted program.
-        is_causal: The mask that a work list is balanced for. Metadata serves both masks all the same.
+        is_causal: The mask of the calls, which some work lists are made for (FLASHINFER's on Hopper); None: the ``config``'s. Lengths serve
+            both masks.
         config: Makes the work list, if the backend selected for this configuration needs one.
         backend: An explicit choice, as for ``select``; only with ``config``.
         check: Read device arrays back and check them too (a host sync, for debugging).
@@ -186,13 +190,25 @@ def prepare_metadata(
     metadata = PrefillMetadata(array_q, array_k, None, bounds, host)
     if config is None:
         return metadata
+    return planner(config, backend, is_causal, bounds).prepare_metadata(metadata)
+
+
+def planner(config: MLAPrefillSelectorConfig, backend: Any, is_causal: bool | None, bounds: Bounds) -> "MLAPrefillBackend":
+    """The backend that makes the work list of metadata with these bounds; arguments as in :func:`prepare_metadata`.
+
+    Raises:
+        MLAInputError: ``config`` is none.
+        MLAUnsupportedError: No backend can serve it.
+    """
     from mla_interop.selector import select  # backends, which it chooses from, are themselves made of this module's metadata
 
     if not isinstance(config, MLAPrefillSelectorConfig):
         raise input_error("config", repr(config), "an MLAPrefillSelectorConfig, or None")
     if config.num_tokens is None and config.num_seqs is None:
         config = replace(config, num_tokens=bounds.num_tokens_q, num_seqs=bounds.num_seqs)
-    return select(config, backend).prepare_metadata(metadata, is_causal=is_causal)
+    if is_causal is not None and is_causal != config.is_causal:
+        config = replace(config, is_causal=is_causal)
+    return select(config, backend)
 
 
 def dense_metadata(batch: int, tokens_q: int, tokens_k: int) -> PrefillMetadata:

@@ -9,7 +9,6 @@ from mla_interop import sequences
 from mla_interop.backends.base import MLAPrefillBackend
 from mla_interop.errors import MLAUnsupportedError, input_error
 from mla_interop.exchange import host_values
-from mla_interop.selector import select
 from mla_interop.sequences import PrefillMetadata
 from torch_side.launch import on_device, to_device
 
@@ -48,7 +47,7 @@ def prepare_metadata(cu_seqlens_q: Any, cu_seqlens_k: Any = None, *, device: Any
     keys = queries if metadata.bounds.same_lengths else arrays[1].clone()
     made = PrefillMetadata(queries, keys, arrays[2], metadata.bounds)
     if metadata.plan is not None:
-        made.remember(_PLANNER, lambda: select(options["config"], options.get("backend")))
+        made.remember(_PLANNER, lambda: sequences.planner(options["config"], options.get("backend"), options.get("is_causal"), metadata.bounds))
     return made
 
 

@@ -59,6 +59,7 @@ class Kernel:
         scratch_floats: float32 elements of scratch for (T, N, lse wanted).
         prepare: In place of ``scratch_floats``, where more decides: called when a call is prepared, and may build what the launch needs on the device.
         plan: Makes the work list from host lengths, (lengths, T, N) -> uint8 array; None if the kernel needs none.
+        plan_by_mask: The list is right under the kernel's own mask only.
         cuda_graph: Whether a launch can be captured: no host reads, no allocation.
         out_dtype: Dtype of out, where it is not that of q: kernels for 8-bit inputs write 16 bits.
         copies: What the kernel copies or pads by itself in a call, in words.
@@ -75,6 +76,7 @@ class Kernel:
     scratch_floats: Callable[[int, int, bool], int] = field(default=lambda tokens, heads, lse: 0)
     prepare: Callable[[CallShape], int] | None = None
     plan: Callable[[HostLengths, int, int], np.ndarray] | None = None
+    plan_by_mask: bool = False
     cuda_graph: bool = False
     out_dtype: str | None = None
     copies: tuple[str, ...] = ()
@@ -218,7 +220,7 @@ class MLAPrefillBackend(ABC):
     def __repr__(self) -> str:
         return f"<{self.get_name()}: {self.kernel.name}, {self.kernel.kind}>"
 
-    def prepare_metadata(self, metadata: PrefillMetadata, *, is_causal: bool = True) -> PrefillMetadata:
+    def prepare_metadata(self, metadata: PrefillMetadata) -> PrefillMetadata:
         """``metadata`` with this backend's work list; itself, where the kernel needs none.
 
         Raises:
@@ -233,9 +235,10 @@ class MLAPrefillBackend(ABC):
             return metadata
         host, rows = metadata.host, bounds.num_tokens_q
         if host is None or rows is None:
+            there = f" The list of this metadata is for {bounds.plan_for}, this call needs one for {self.plan_name}." if bounds.plan_for else ""
             raise MLAUnsupportedError(
-                f"{self.get_name()} needs a work list, which is made on the host, and these lengths are known to the device only. "
-                "Give cu_seqlens as NumPy arrays or lists, or choose another backend."
+                f"{self.get_name()} needs a work list, which is made on the host, and these lengths are known to the device only.{there} "
+                "Give cu_seqlens as NumPy arrays or lists, prepare metadata with the config= and is_causal= of this call, or choose another backend."
             )
         plan = metadata.remember((self.plan_name, rows), lambda: make(host, rows, self.config.num_heads))
 
@@ -243,9 +246,9 @@ class MLAPrefillBackend(ABC):
 
     @property
     def plan_name(self) -> str:
-        """Names the work list: one serves both masks and every dtype of a kernel family, for one architecture and number of heads."""
-        family, variant, arch, _, head_dims, *_ = self.kernel.name.split(".")
-        return f"{family}.{variant}.{arch}.{head_dims}.{self.config.num_heads}"
+        """Names the work list: one serves every dtype of a kernel family, for one architecture and number of heads, as a rule under both masks."""
+        family, variant, arch, _, head_dims, mask, _ = self.kernel.name.split(".")
+        return f"{family}.{variant}.{arch}.{head_dims}.{self.config.num_heads}{f'.{mask}' * self.kernel.plan_by_mask}"
 
     def run_prefill_new_tokens(self, q: Any, k: Any, v: Any, metadata: PrefillMetadata, **options: Any) -> Any:
         """Causal (bottom-right) attention of new tokens on themselves; options as in ``mla_prefill``."""

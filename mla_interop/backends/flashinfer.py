@@ -80,6 +80,7 @@ def _kernel(config: "MLAPrefillSelectorConfig", generation: int) -> Kernel:
         native_empty_rows=False,  # flashinfer#4452: a finite LSE
         scratch_floats=flashinfer_module.scratch_floats,
         plan=plan,
+        plan_by_mask=generation == 3,
         cuda_graph=True,
         versions=(f"flashinfer {package_version('flashinfer-python')}",),
     )

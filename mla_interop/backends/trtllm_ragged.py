@@ -37,9 +37,9 @@ class TRTLLMRaggedBackend(MLAPrefillBackend):
         reasons = TRTLLM_RAGGED.reasons(config)
         return ([], reasons) if reasons else ([TRTLLM_RAGGED.kernel(cls.name, config)], [])
 
-    def prepare_metadata(self, metadata: PrefillMetadata, *, is_causal: bool = True) -> PrefillMetadata:
+    def prepare_metadata(self, metadata: PrefillMetadata) -> PrefillMetadata:
         """``metadata`` with the sequences that are not empty, and a workspace that holds what they need."""
-        prepared, host = super().prepare_metadata(metadata, is_causal=is_causal), metadata.host
+        prepared, host = super().prepare_metadata(metadata), metadata.host
         if host is not None:
             needs.reserve_workspace(TRTLLM_RAGGED.workspace_bytes(metadata.bounds.num_seqs, self.config.num_heads, host.max_seqlen_q))
         return prepared

@@ -203,7 +203,8 @@ def plan(generation: int, cu_q: np.ndarray, cu_k: np.ndarray, padded_rows: int, 
         cu_k: int32 ``[B + 1]``, the same for k and v.
         padded_rows: Rows of the q that the kernel will get, with those past ``cu_q[B]``.
         num_heads: Of q.
-        is_causal: What to balance for; the list serves both masks.
+        is_causal: The mask. A list of generation 3 leaves out the tiles whose rows see no key, so it serves this mask alone; one of
+            generation 2 serves both.
         num_sms: Multiprocessors of the device.
 
     Raises:

@@ -274,7 +274,7 @@ def test_metadata_that_is_prepared_with_a_configuration_is_for_its_own_shape(mon
     asked: list[Any] = []
 
     class Ready:
-        def prepare_metadata(self, metadata: Any, is_causal: bool) -> Any:
+        def prepare_metadata(self, metadata: Any) -> Any:
             return metadata
 
     monkeypatch.setattr("mla_interop.selector.select", lambda config, backend: asked.append((config.num_tokens, config.num_seqs)) or Ready())

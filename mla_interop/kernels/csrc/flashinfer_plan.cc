@@ -76,8 +76,10 @@ struct Tile {
   uint64_t cost;
 };
 
-// All query tiles of one head in the order in which they are dealt: sequences by falling key count, and within one from
-// the last tile, which under a causal mask sees the most keys, to the first.
+// The query tiles of one head in the order in which they are dealt: sequences by falling key count, and within one from
+// the last tile, which under a causal mask sees the most keys, to the first. Tiles without a key are left out: for those
+// FlashInfer's Hopper kernels (0.6.14 to 0.7.4) store the LSE of nothing into 256 rows where a tile has 128, so that it can
+// land on rows of the next tile that do see keys, after or before these were stored. `finish` fills the rows left out.
 std::vector<Tile> tiles_of_one_head(const Lengths& lengths, bool causal) {
   std::vector<int32_t> order(lengths.batch);
   std::iota(order.begin(), order.end(), 0);
@@ -90,6 +92,7 @@ std::vector<Tile> tiles_of_one_head(const Lengths& lengths, bool causal) {
     for (int64_t tile = last; tile >= 0; --tile) {
       // Upstream's measure: the keys that the tile sees, and a fixed price for loading and storing its rows.
       const int64_t seen = causal && tile < last ? std::clamp<int64_t>(k_len - q_len + (tile + 1) * kTile, 0, k_len) : k_len;
+      if (seen == 0) continue;
       tiles.push_back({static_cast<int32_t>(tile), i, lengths.cu_q[i], lengths.cu_k[i], static_cast<int32_t>(q_len),
                        static_cast<int32_t>(k_len), static_cast<uint64_t>(2 * kTile + seen)});
     }
