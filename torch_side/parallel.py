@@ -141,7 +141,8 @@ def _check(metadata: Any, k: torch.Tensor, is_causal: bool) -> None:
 def _sum(out: torch.Tensor, lse: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
     all_lse = lse.new_empty(dist.get_world_size(group) * lse.shape[0], lse.shape[1])
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 warns of the second in every call
-    gather(all_lse, lse, group=group)
+    gather(all_lse, lse.contiguous(), group=group)
     part, whole = contribution(out, lse, all_lse.view(-1, *lse.shape))
+    part = part.contiguous()  # it has the layout of lse's transpose; NCCL takes no such tensor, though gloo does
     dist.all_reduce(part, group=group)
     return part.to(out.dtype), whole

@@ -6,6 +6,7 @@ fewest arguments that say what is meant (TransformerEngine#3528), and lets ``tor
 
 import importlib
 import importlib.util
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,14 @@ _BY_NAME = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "sof
 def _open_fa4() -> Callable[..., tuple[Any, Any]]:
     function = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
     require(function, f"flash_attn.cute.flash_attn_varlen_func of flash-attn-4 {package_version('flash-attn-4')}", ("q", "k", "v"), (*_BY_NAME, "return_lse"))
+    one_at_a_time = threading.Lock()
 
     def attention(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, scale: float, is_causal: bool) -> tuple[Any, Any]:
-        # By keyword: its fourth positional argument is another one than FA2's and FA3's.
-        return function(
-            q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k, softmax_scale=scale, causal=is_causal, return_lse=True
-        )
+        # By keyword: its fourth positional argument is another one than FA2's and FA3's. It compiles in the first call, which crashed where another
+        # thread's first call came at the same time, as in a JAX program over two devices.
+        lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
+        with one_at_a_time:
+            return function(q, k, v, **lengths, softmax_scale=scale, causal=is_causal, return_lse=True)
 
     return attention
 

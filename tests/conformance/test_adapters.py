@@ -2,11 +2,15 @@
 
 import ast
 import dataclasses
+import functools
+import importlib
 import inspect
 import math
 import sys
 import textwrap
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
@@ -106,6 +110,30 @@ EVERY = [(variant, version) for variant, subject in SUBJECTS.items() for version
 def test_an_adapter_and_its_package_agree(monkeypatch: pytest.MonkeyPatch, variant: str, version: str, is_causal: bool, lengths: str) -> None:
     stub_packages.install(monkeypatch, SUBJECTS[variant].distribution, version)
     conforms(SUBJECTS[variant], is_causal, lengths)
+
+
+def test_a_package_that_compiles_in_a_call_is_called_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = SUBJECTS["fa4api"]
+    stub_packages.install(monkeypatch, subject.distribution, subject.versions[-1])
+    package = importlib.import_module("flash_attn.cute")
+    real, inside, most = package.flash_attn_varlen_func, [], []
+
+    @functools.wraps(real)
+    def slow(*arguments: Any, **named: Any) -> Any:
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.02)
+        inside.pop()
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(package, "flash_attn_varlen_func", slow)
+    launch = subject.package.load(True)
+    q, k, v, out = (torch.randn(16, HEADS, width).to(subject.dtype) for width in (192, 192, 128, 128))
+    cu = torch.tensor([0, 7, 16], dtype=torch.int32)
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(launch, q, k, v, cu, cu, None, None, torch.empty_like(out), None, SCALE, 9, 9, 0) for _ in range(8)]:
+            done.result()
+    assert len(most) == 8 and max(most) == 1
 
 
 class Swap(ast.NodeTransformer):

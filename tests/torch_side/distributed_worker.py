@@ -126,12 +126,28 @@ def sharded_heads(rank: int, world: int, device: str) -> None:
             raise AssertionError(words)
 
 
+def as_strict_as_nccl() -> None:
+    """NCCL takes contiguous tensors only; gloo takes others too, and would hide on a CPU what fails on GPUs."""
+
+    def strict(collective: Any) -> Any:
+        def checked(*arguments: Any, **named: Any) -> Any:
+            assert all(x.is_contiguous() for x in arguments if isinstance(x, torch.Tensor)), collective
+            return collective(*arguments, **named)
+
+        return checked
+
+    for name in ("all_reduce", "all_gather_into_tensor", "all_gather_single"):
+        if hasattr(dist, name):
+            setattr(dist, name, strict(getattr(dist, name)))
+
+
 def main() -> None:
     rank, world, file, device, test = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
     if device == "cuda":
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)
     dist.init_process_group("gloo" if device == "cpu" else "nccl", init_method=f"file://{file}", rank=rank, world_size=world)
+    as_strict_as_nccl()
     try:
         globals()[test](rank, world, device)
         dist.barrier()
