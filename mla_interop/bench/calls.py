@@ -10,6 +10,8 @@ from mla_interop.bench.timing import side_by_side
 # As small as the benchmarks have: a call's cost is the host's there.
 PROBLEMS = {"cuda": equal(16, 512, 1), "cpu": equal(2, 8, 1)}
 ROUNDS = 41
+# What runs n programs and waits, and how many calls a program has.
+Run = tuple[Callable[[int], None], int]
 
 
 def call_costs(device: str, dtype: str) -> list[dict[str, Any]]:
@@ -23,7 +25,7 @@ def call_costs(device: str, dtype: str) -> list[dict[str, Any]]:
         A row for each, with ``failed`` where it cannot be called. A framework that cannot be imported has none: that it cannot, the contenders say.
     """
     problem = PROBLEMS[device]
-    runs: dict[str, tuple[Callable[[int], None], int]] = {}
+    runs: dict[str, Run] = {}
     failed: list[dict[str, Any]] = []
     for framework, calls in (("torch", _torch), ("jax", _jax)):
         try:
@@ -32,18 +34,18 @@ def call_costs(device: str, dtype: str) -> list[dict[str, Any]]:
             continue
         for name, run in calls(problem, device, dtype).items():
             try:
-                run(1)
-                runs[f"{name}, {problem.name}"] = run, 1
+                run[0](1)
+                runs[f"{name}, {problem.name}"] = run
             except Exception as error:  # no compiler, say: what was measured before must not be lost for it
                 failed.append({"name": f"{name}, {problem.name}", "failed": f"{type(error).__name__}: {str(error)[:300]}"})
     return [{"name": name, **times} for name, times in side_by_side(runs, ROUNDS).items()] + failed
 
 
-def _torch(problem: Problem, device: str, dtype: str) -> dict[str, Callable[[int], None]]:
+def _torch(problem: Problem, device: str, dtype: str) -> dict[str, Run]:
     import torch
 
     import torch_side
-    from mla_interop.bench.torch_contenders import looped
+    from mla_interop.bench.torch_contenders import COMPILED_CALLS, looped
 
     library = torch.library.Library("mla_interop_bench", "FRAGMENT")
     library.define("nothing(Tensor x) -> Tensor")
@@ -53,16 +55,30 @@ def _torch(problem: Problem, device: str, dtype: str) -> dict[str, Callable[[int
     where, kind = torch.device(device), getattr(torch, dtype)
     q, k, v = (torch.randn(problem.tokens, problem.heads, width, device=where).to(kind) for width in (QK_HEAD_DIM, QK_HEAD_DIM, V_HEAD_DIM))
     metadata = torch_side.prepare_metadata(problem.cu_seqlens, device=where)
+
+    def chain(q: Any, k: Any, v: Any, metadata: Any) -> Any:
+        for _ in range(COMPILED_CALLS):
+            v = torch_side.mla_prefill(q, k, v, metadata=metadata)  # the result has v's shape, and the next call waits for it
+        return v
+
+    def nothings(x: Any) -> Any:
+        for _ in range(COMPILED_CALLS):
+            x = torch.ops.mla_interop_bench.nothing(x)
+        return x
+
     add = torch.compile(lambda x: x + 1, fullgraph=True)
     nothing = torch.compile(lambda x: torch.ops.mla_interop_bench.nothing(x), fullgraph=True)
     compiled = torch.compile(lambda q, k, v, metadata: torch_side.mla_prefill(q, k, v, metadata=metadata), fullgraph=True)
+    compiled_chain, compiled_nothings = torch.compile(chain, fullgraph=True), torch.compile(nothings, fullgraph=True)
     few = torch.ones(4, device=where)
-    calls: dict[str, Callable[[], Any]] = {
-        "from torch: mla_prefill": lambda: torch_side.mla_prefill(q, k, v, metadata=metadata),
-        "from torch: mla_prefill in torch.compile": lambda: compiled(q, k, v, metadata),
-        "from torch: x + 1 in torch.compile": lambda: add(few),
-        "from torch: an operator that does nothing in torch.compile": lambda: nothing(few),
-        "from torch: x + 1": lambda: few + 1,
+    calls: dict[str, tuple[Callable[[], Any], int]] = {
+        "from torch: mla_prefill": (lambda: torch_side.mla_prefill(q, k, v, metadata=metadata), 1),
+        "from torch: mla_prefill in torch.compile": (lambda: compiled(q, k, v, metadata), 1),
+        "from torch: mla_prefill in torch.compile, ten calls a program": (lambda: compiled_chain(q, k, v, metadata), COMPILED_CALLS),
+        "from torch: x + 1 in torch.compile": (lambda: add(few), 1),
+        "from torch: an operator that does nothing in torch.compile": (lambda: nothing(few), 1),
+        "from torch: an operator that does nothing in torch.compile, ten calls a program": (lambda: compiled_nothings(few), COMPILED_CALLS),
+        "from torch: x + 1": (lambda: few + 1, 1),
     }
 
     def without_grad(call: Callable[[], Any]) -> Callable[[int], None]:
@@ -74,10 +90,10 @@ def _torch(problem: Problem, device: str, dtype: str) -> dict[str, Callable[[int
 
         return inside
 
-    return {name: without_grad(call) for name, call in calls.items()}
+    return {name: (without_grad(call), count) for name, (call, count) in calls.items()}
 
 
-def _jax(problem: Problem, device: str, dtype: str) -> dict[str, Callable[[int], None]]:
+def _jax(problem: Problem, device: str, dtype: str) -> dict[str, Run]:
     import jax
     import jax.numpy as jnp
 
@@ -90,13 +106,13 @@ def _jax(problem: Problem, device: str, dtype: str) -> dict[str, Callable[[int],
     add = jax.jit(lambda x: x + 1)
     attend = jax.jit(lambda q, k, v, metadata: jax_side.mla_prefill(q, k, v, metadata=metadata))
 
-    def looped(call: Callable[[], Any]) -> Callable[[int], None]:
+    def looped(call: Callable[[], Any]) -> Run:
         def run(n: int) -> None:
             made = None
             for _ in range(n):
                 made = call()
             jax.block_until_ready(made)
 
-        return run
+        return run, 1
 
     return {"from JAX: mla_prefill in jax.jit": looped(lambda: attend(q, k, v, metadata)), "from JAX: x + 1 in jax.jit": looped(lambda: add(few))}

@@ -6,7 +6,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from mla_interop.bench import calls, ceiling  # noqa: E402
+import torch_side  # noqa: E402
+from mla_interop.bench import calls, ceiling, torch_contenders  # noqa: E402
+from mla_interop.bench.problems import equal  # noqa: E402
 
 
 def nothing(n: int) -> None:
@@ -19,7 +21,7 @@ def broken(n: int) -> None:
 
 def test_a_framework_that_is_not_there_and_a_call_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jax", None)
-    monkeypatch.setattr(calls, "_torch", lambda *_: {"one": nothing, "two": broken})
+    monkeypatch.setattr(calls, "_torch", lambda *_: {"one": (nothing, 1), "two": (broken, 1)})
     one, two = calls.call_costs("cpu", "float32")
     assert one["name"] == "one, 2x8x1" and one["us"] >= 0 and two == {"name": "two, 2x8x1", "failed": "RuntimeError: no compiler"}
 
@@ -43,3 +45,19 @@ def test_what_is_close_is_measured_in_pairs(monkeypatch: pytest.MonkeyPatch) -> 
     jax[0]["kernel"] = "FLASH_ATTN.fa4"
     (made,) = run._pairs(jax, {number: (nothing, 1) for number in range(len(jax))})
     assert made["names"] == ["mla_interop", "fa4-jax"]
+
+
+def test_the_compiled_contender_is_a_chain_and_its_first_result_is_checked() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter, problem = CompileCounterWithBackend("aot_eager"), equal(3, 5, 2)
+    q, k, v = (torch.randn(problem.tokens, problem.heads, d) for d in (192, 192, 128))
+    compile_it = torch.compile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function, **options: compile_it(function, backend=counter, **options))
+        made = torch_contenders._compiled(problem, q, k, v, "float32", "CPU_SDPA.torch")
+    out, lse = made.result()
+    metadata = torch_side.prepare_metadata(problem.cu_seqlens)
+    assert lse is None and torch.equal(out, torch_side.mla_prefill(q, k, v, metadata=metadata))
+    nodes = [node for node in counter.graphs[0].graph.nodes if "mla_interop" in str(node.target)]
+    assert made.calls_in_a_run == len(nodes) == 10 and all(before in after.args[2].all_input_nodes for before, after in zip(nodes, nodes[1:]))
