@@ -41,6 +41,7 @@ PAIRS = (
     ("jax", "mla_interop", "fa4-jax", ("FLASH_ATTN.fa4",)),
     ("jax", "mla_interop + lse", "fa4-jax + lse", ("FLASH_ATTN.fa4",)),
     ("jax", "mla_interop", "FlashAttention-4 by cutlass_call", ("FLASH_ATTN.fa4",)),
+    ("jax", "mla_interop", "jax.nn.dot_product_attention, V padded", ("FLASH_ATTN.fa4", "FLASHINFER.fa3")),
 )
 PAIR_ROUNDS = 41
 

@@ -17,6 +17,8 @@ from mla_interop.bench.run import environment, save
 from mla_interop.bench.timing import side_by_side
 
 CHAIN = 10
+# A program over several devices takes the host some hundred microseconds to start: a loop must hold many for that to be hidden, as it is in use.
+ROUNDS, LOOP_S = 11, 0.1
 PROBLEM = equal(128, 4096, 1)
 
 
@@ -117,7 +119,7 @@ def _row(head: dict[str, Any], make: Callable[[list[Any]], tuple[Callable[[int],
     """One row: ``make(devices)`` gives what to run, and a result that must not depend on the devices."""
     try:
         runs, results = zip(*map(make, (devices[:1], devices)))
-        found = side_by_side({number: (run, CHAIN) for number, run in enumerate(runs)})
+        found = side_by_side({number: (run, CHAIN) for number, run in enumerate(runs)}, ROUNDS, LOOP_S)
         times = [found[number]["us"] for number in range(2)]
         norm = float(np.linalg.norm(results[0]))
         difference = float(np.linalg.norm(results[1] - results[0])) / (norm or math.inf)
