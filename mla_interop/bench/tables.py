@@ -8,7 +8,7 @@ import ast
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = ("README.md", "docs/performance.md")
 # Of several files the first is the table's; a later one adds rows of what the earlier ones have not measured, each with a mark.
-SOURCES = {"gpu": ("h200.json",), "cpu": ("cpu.json",), "layer": ("h200_layer.json",), "two": ("h200_x2.json",)}
+SOURCES = {"gpu": ("h200.json", "h200_calls.json"), "cpu": ("cpu.json",), "layer": ("h200_layer.json",), "two": ("h200_x2.json",)}
 FLOORS = ("kernel object", "kernel in a CUDA graph")
 MARK = " †"
 
@@ -120,17 +120,24 @@ def caption(results: dict[str, Any]) -> str:
     return f"{environment['machine']}, {environment['date']}; Python {environment['python']}, {versions}.{note}"
 
 
-def host(results: dict[str, Any]) -> str:
+def host(files: list[dict[str, Any]]) -> str:
     """A matrix product, what the host does around the kernels, and whether very many calls leave the process any larger; "" where none was measured."""
-    lines = [f"| a matrix product of {row['size']} cubed, {row['dtype']} | {row['tflops']:,.3g} TFLOP/s |" for row in results.get("ceiling", ())]
-    lines += [f"| {row['name']} | {_host_cell(row)} |" for row in results.get("host", ()) if "us" in row]
+    lines = [f"| {name}{MARK * bool(number)} | {cell} |" for number, results in enumerate(files) for name, cell in _around(results)]
+    return "\n".join(["<details><summary>Around the kernels</summary>", "", "| | |", "|---|---:|", *lines, "", "</details>"]) if lines else ""
+
+
+def _around(results: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for row in results.get("ceiling", ()):
+        yield f"a matrix product of {row['size']} cubed, {row['dtype']}", f"{row['tflops']:,.3g} TFLOP/s"
+    for row in results.get("host", ()):
+        if "us" in row:
+            yield row["name"], _host_cell(row)
     for row in results.get("pairs", ()):
         ours, theirs = row["names"]
-        lines.append(f"| {ours} ({row['framework']}, `{row['kernel']}`, {row['problem']}) over {theirs}, by turns | {row['ratio']:.3f} |")
+        yield f"{ours} ({row['framework']}, `{row['kernel']}`, {row['problem']}) over {theirs}, by turns", f"{row['ratio']:.3f}"
     for row in results.get("soak", ()):
         grown = ", ".join(f"{value:,} {name.removeprefix('grown_').replace('_', ' ')}" for name, value in row.items() if name.startswith("grown_"))
-        lines.append(f"| growth over the second half of {row['name'].replace(str(row['calls']), format(row['calls'], ','))} | {grown} |")
-    return "\n".join(["| around the kernels | |", "|---|---:|", *lines]) if lines else ""
+        yield f"growth over the second half of {row['name'].replace(str(row['calls']), format(row['calls'], ','))}", grown
 
 
 def _host_cell(row: dict[str, Any]) -> str:
@@ -138,14 +145,19 @@ def _host_cell(row: dict[str, Any]) -> str:
     return "less than the noise" if row["us"] < 0 else f"{number(row['us'])} us"
 
 
-def times(files: list[dict[str, Any]]) -> str:
-    """The tables of the benchmark of single calls, a pair for each dtype."""
+def shortly(files: list[dict[str, Any]]) -> str:
+    """What a user compares, from the first file alone."""
+    return times(files[:1], main_only=True)
+
+
+def times(files: list[dict[str, Any]], main_only: bool = False) -> str:
+    """The tables of the benchmark of single calls, a pair for each dtype; then what surrounds them."""
     parts = []
     for dtype in dict.fromkeys(row["dtype"] for results in files for row in results["rows"]):
         found = Times(files, dtype)
         head = f"{dtype}, causal, D/V = 192/128, microseconds a call (median). Columns: heads x tokens of a sequence x sequences."
         parts += [head, "", found.table(found.main()), ""]
-        if found.others():
+        if found.others() and not main_only:
             parts += [
                 "<details><summary>All else that was measured: other kernels, CUDA graphs, torch.compile, calls outside jit, calls with LSE</summary>",
                 "",
@@ -154,7 +166,7 @@ def times(files: list[dict[str, Any]]) -> str:
                 "</details>",
                 "",
             ]
-    around = host(files[0])
+    around = "" if main_only else host(files)
     captions = [caption(files[0])]
     for results in files[1:]:
         same = results["environment"] == files[0]["environment"]
@@ -211,11 +223,12 @@ ASKED = {"explain": explained, "support": support.summary}
 
 
 def render(name: str, folder: Path = RESULTS) -> str:
-    """The text between a pair of markers: ``explain``, ``support``, ``gpu``, ``cpu``, ``layer`` or ``two``; "" where there are no results for it."""
+    """The text between a pair of markers: a name of ``ASKED`` or of ``SOURCES``, or one of those with ``_main``; "" where there are no results for it."""
     if name in ASKED:
         return ASKED[name]()
-    files = [json.loads(path.read_text()) for file in SOURCES[name] if (path := folder / file).exists()]
-    return {"layer": layers, "two": two}.get(name, times)(files) if files else ""
+    source, short, _ = name.partition("_main")
+    files = [json.loads(path.read_text()) for file in SOURCES[source] if (path := folder / file).exists()]
+    return {"layer": layers, "two": two}.get(name, shortly if short else times)(files) if files else ""
 
 
 def rewritten(text: str) -> str:
