@@ -72,7 +72,7 @@ def measure(
         dtypes: Names of the dtypes to run.
         problems: None: the device's own.
         only: Run only contenders whose framework, name or kernel contains this.
-        report: Called with each row as it is ready.
+        report: Called with each row, and each of the pairs, as it is ready.
         progress: Told how far it is.
 
     Returns:
@@ -84,7 +84,7 @@ def measure(
     rows, parts = [], [(problem, dtype) for problem in problems for dtype in dtypes]
     pairs: list[dict[str, Any]] = []
     for index, (problem, dtype) in enumerate(parts):
-        for row in _rows(problem, device, dtype, only, functools.partial(progress, index / (len(parts) + 1)), pairs):
+        for row in _rows(problem, device, dtype, only, functools.partial(progress, index / (len(parts) + 1)), pairs, report):
             rows.append(row)
             report(row)
     progress(len(parts) / (len(parts) + 1), "what surrounds the kernels")
@@ -93,7 +93,15 @@ def measure(
     return {"environment": environment(device), "rows": rows, "pairs": pairs, **around}
 
 
-def _rows(problem: Problem, device: str, dtype: str, only: str, starting: Callable[[str], None], pairs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _rows(
+    problem: Problem,
+    device: str,
+    dtype: str,
+    only: str,
+    starting: Callable[[str], None],
+    pairs: list[dict[str, Any]],
+    report: Callable[[dict[str, Any]], None],
+) -> Iterator[dict[str, Any]]:
     starting(f"{problem.name}, {dtype}: the answer in float64")
     q, k, v = inputs(problem, device, dtype)
     truth = expected(problem, q, k, v)
@@ -123,7 +131,9 @@ def _rows(problem: Problem, device: str, dtype: str, only: str, starting: Callab
             rows.append(head)
         times = side_by_side(runs, target_s=0.02)
         starting(f"{problem.name}, {dtype}: what is close, from {framework}")
-        pairs += _pairs(rows, runs)
+        for pair in _pairs(rows, runs):
+            pairs.append(pair)
+            report(pair)
         for number, row in enumerate(rows):
             if number in times:
                 row |= times[number]
