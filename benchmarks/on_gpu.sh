@@ -24,14 +24,18 @@ for made in warm_up(MLAPrefillSelectorConfig(dimensions=MODELS['deepseek-v3'].di
     print(made, flush=True)"
            MLA_INTEROP_RESULTS="$out/contract.json" step tests 400 python3 -m pytest -q -n 12 -m "gpu and not slow" -p no:cacheprovider -p no:benchmark --timeout 90 tests ;;
     slow)  step slow_tests 400 python3 -m pytest -q -n 14 -m "gpu and slow" -p no:cacheprovider -p no:benchmark --timeout 300 tests ;;
-    bench) step bench 320 python3 -c "
+    bench) step bench 480 python3 -c "
 import pathlib, sys
 from mla_interop.bench.run import measure, save
 save(measure('cuda', ['bfloat16'], report=lambda row: print(row, flush=True)), pathlib.Path(sys.argv[1]))" "$out/h200.json" ;;
     layer) step layer 150 python3 -m mla_interop.bench.layer --out "$out/h200_layer.json" ;;
-    soak)  step soak 120 python3 -c "import json; from mla_interop.bench import overheads as o; print(json.dumps([o.soak('cuda'), o.torch_soak('cuda')]))" ;;
+    soak)  step soak 240 python3 -c "
+import json
+from mla_interop.bench import overheads
+for soak in (overheads.torch_soak, overheads.soak):
+    print(json.dumps(soak('cuda')), flush=True)" ;;
     notebooks) step notebooks 200 python3 benchmarks/render_notebooks.py "$out/notebooks" ;;
-    two)   step two_tests 200 python3 -m pytest -q -m gpu -p no:cacheprovider -p no:benchmark tests/gpu/test_jax_two_gpus.py tests/gpu/test_torch_two_gpus.py
+    two)   step two_tests 200 python3 -m pytest -v -n 8 -m "gpu and not slow" -p no:cacheprovider -p no:benchmark --timeout 150 tests/gpu/test_*_two_gpus.py
            step two_bench 150 python3 -m mla_interop.bench.two_gpus --out "$out/h200_x2.json" ;;
     *)     echo "unknown step: $name" >&2; exit 2 ;;
 esac; done; done

@@ -105,6 +105,7 @@ RAGGED = [
     Case("all-k-empty", (3, 4, 1), (0, 0, 0)),  # flash-attention#2470: a kernel stops the process on this
     Case("all-q-empty", (0, 0, 0), (3, 4, 1)),
     Case("q-longer-k-longer", (8, 3, 130), (3, 8, 66)),  # flash-attention#1778
+    Case("tiles-without-keys", (300, 5, 700), (5, 300, 150)),  # FlashInfer's FA3: such a tile's LSE lands on rows of the next one
     Case("two-against-five", (2, 1, 3), (5, 4, 7)),  # pytorch#108108: row 0 sees 4 keys, not 1
     Case("tile-edges", EDGES, EDGES[3:] + EDGES[:3], heads=1),
     Case("tile-edges-square", EDGES, EDGES, heads=1),

@@ -4,6 +4,7 @@ A kernel that cannot be had here must say so when it is named, which is asserted
 dtype and size have the other dtypes and sizes in the slow suite.
 """
 
+import dataclasses
 import fcntl
 import json
 import math
@@ -168,6 +169,20 @@ def test_essential_cases_every_way_in(outcomes: Outcomes, frontend: str, name: s
     found = check_way_in(frontend, name, case, DEVICE)
     if found is not None:
         outcomes.add(name, frontend, case.dtype, found)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_many_launches_give_the_same_bits(name: str) -> None:
+    """Tiles that store over each other's rows do so in one launch of dozens."""
+    case = dataclasses.replace(BY_NAME["tiles-without-keys"], heads=16)
+    kernel = the_kernel(name, case, DEVICE)
+    if kernel is None:
+        return
+    out, lse = launch(kernel, case, DEVICE)
+    assert_right(case, out, lse)
+    for _ in range(40):
+        again, lse_again = launch(kernel, case, DEVICE)
+        assert torch.equal(out, again) and torch.equal(lse, lse_again)
 
 
 @pytest.mark.parametrize("name", KERNELS)
