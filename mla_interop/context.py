@@ -143,7 +143,7 @@ def prepare_context_metadata(
     if total > INT32_MAX:
         raise input_error("context_lens", f"{total} rows in all", f"at most {INT32_MAX} (int32 offsets)")
     options: dict[str, Any] = {"num_tokens_q": num_tokens, "config": config, "backend": backend}
-    new = prepare_metadata(cu_q, **options)
+    new = prepare_metadata(cu_q, is_causal=True, **options)
     options["is_causal"] = False
     if config is not None:
         options["config"] = replace(config, is_causal=False, needs_lse=True)

@@ -72,3 +72,11 @@ def test_the_mask_of_a_list_is_that_of_the_calls(given: bool | None, of_config: 
     monkeypatch.setattr("mla_interop.selector.select", lambda config, names: backend(config.is_causal, True))
     metadata = mla_interop.prepare_metadata([0, 7, 7, 37], num_tokens_q=40, is_causal=given, config=replace(CONFIG, is_causal=of_config))
     assert metadata.plan[0] == asked
+
+
+@pytest.mark.parametrize("of_config", [True, False])
+def test_a_layers_lists_are_for_the_masks_of_its_calls(of_config: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New tokens attend to themselves under the causal mask, to their context under none."""
+    monkeypatch.setattr("mla_interop.selector.select", lambda config, names: backend(config.is_causal, True))
+    made = mla_interop.prepare_context_metadata([3, 2], [5, 7], block_table=np.array([[0], [1]]), block_size=8, config=replace(CONFIG, is_causal=of_config))
+    assert made.new.plan[0] == 1 and [chunk.plan[0] for chunk in made.chunks] == [0]
