@@ -50,24 +50,27 @@ def read_fa3(plan: np.ndarray, rows: int, batch: int, heads: int, num_sms: int) 
 
 
 def greedy_fa3(lengths: list[tuple[int, int]], heads: int, causal: bool, num_sms: int) -> list[list[tuple[int, ...]]]:
-    """Who works on what: each tile that sees a key goes to the multiprocessor with the least work, the lowest numbered of equals."""
+    """Who works on what: each tile that sees a key goes to the multiprocessor with the least work, the lowest numbered of equals.
+
+    Heads are dealt in groups that give each multiprocessor about two tiles, and in a group the tiles that see the most keys first.
+    """
     cu_q, cu_k = starts(lengths)
     heap = [(0, sm) for sm in range(num_sms)]
     work: list[list[tuple[int, ...]]] = [[] for _ in range(num_sms)]
-    by_keys = sorted(range(len(lengths)), key=lambda i: -lengths[i][1])
-    for head in range(heads):
-        for i in by_keys:
-            q_len, k_len = lengths[i]
-            tiles = -(-q_len // TILE)
-            for tile in reversed(range(tiles)):
-                seen = k_len
-                if causal and tile + 1 < tiles:
-                    seen = max(0, min(k_len, k_len - q_len + (tile + 1) * TILE))
-                if not seen:
-                    continue
-                load, sm = heapq.heappop(heap)
-                heapq.heappush(heap, (load + 2 * TILE + seen, sm))
-                work[sm].append((tile, int(cu_q[i]), int(cu_k[i]), q_len, k_len, head, i))
+    one: list[tuple[int, int, int]] = []  # keys, sequence, tile
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i][1]):
+        q_len, k_len = lengths[i]
+        tiles = -(-q_len // TILE)
+        for tile in reversed(range(tiles)):
+            seen = max(0, min(k_len, k_len - q_len + (tile + 1) * TILE)) if causal and tile + 1 < tiles else k_len
+            one += [(seen, i, tile)] * bool(seen)
+    group = min(heads, -(-2 * num_sms // max(1, len(one))))
+    cuts = [0, *range((heads - 1) % group + 1, heads + 1, group)]
+    groups = [range(first, last) for first, last in zip(cuts, cuts[1:])]
+    for head, seen, i, tile in ((head, *each) for some in groups for each in sorted(one, key=lambda each: -each[0]) for head in some):
+        load, sm = heapq.heappop(heap)
+        heapq.heappush(heap, (load + 2 * TILE + seen, sm))
+        work[sm].append((tile, int(cu_q[i]), int(cu_k[i]), *lengths[i], head, i))
     return work
 
 
@@ -92,6 +95,17 @@ def test_generation_3_lists_one_head_for_all_when_there_are_many_tiles() -> None
     arrays = read_fa3(flashinfer_module.plan(3, *starts(lengths), rows, heads, True, 132), rows, 2, heads, 132)
     assert arrays["work_indptr"][-1] == -(-400_000 // TILE) + 2  # of the second sequence only the last two tiles see a key
     assert not arrays["head"].any()
+
+
+@pytest.mark.parametrize(("heads", "lengths"), [(16, [2048]), (128, [512]), (128, [4096]), (16, [8192]), (128, [1024] * 8), (16, [4000, 40, 900, 2100])])
+def test_generation_3_ends_everywhere_at_about_the_same_time(heads: int, lengths: list[int]) -> None:
+    """Dealt head after head to the end, the busiest multiprocessor had 1.57 times the mean at 16 heads and 2048 tokens, 1.20 at 128 and 512."""
+    cu = np.array([0, *accumulate(lengths)], np.int32)
+    arrays = read_fa3(flashinfer_module.plan(3, cu, cu, int(cu[-1]), heads, True, 132), int(cu[-1]), len(lengths), heads, 132)
+    seen = np.minimum(arrays["k_len"], arrays["k_len"] - arrays["q_len"] + (arrays["tile"] + 1) * TILE)
+    ends = arrays["work_indptr"]
+    loads = [int((2 * TILE + seen[begin:end]).sum()) for begin, end in zip(ends[:-1], ends[1:])]
+    assert max(loads) <= 1.035 * np.mean(loads)
 
 
 ragged = st.lists(st.tuples(st.integers(0, 700), st.integers(0, 700)), min_size=1, max_size=12)

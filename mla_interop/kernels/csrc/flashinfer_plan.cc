@@ -100,6 +100,36 @@ std::vector<Tile> tiles_of_one_head(const Lengths& lengths, bool causal) {
   return tiles;
 }
 
+// The order in which all work is dealt: heads in groups that give each SM about two tiles, and in a group the costliest tiles first, of all its
+// heads. Dealt head after head, as FlashInfer's planner does, an SM may get a long tile last, when nothing is left to fill the others: by this
+// file's costs the busiest has 57 % more than the mean at 16 heads and 2048 tokens, 20 % at 128 and 512, 3 % at 128 and 4096. Larger groups balance a
+// little better, but what runs at one time should share keys that fit into the L2 cache.
+class Order {
+ public:
+  Order(const std::vector<Tile>& tiles, int64_t heads, int64_t num_sms) : heads_(heads), by_cost_(tiles.size()) {
+    const int64_t count = std::max<int64_t>(1, tiles.size());
+    group_ = std::min(heads, ceil_div(kTilesOfAGroup * num_sms, count));
+    std::iota(by_cost_.begin(), by_cost_.end(), 0);
+    std::stable_sort(by_cost_.begin(), by_cost_.end(), [&](int32_t a, int32_t b) { return tiles[a].cost > tiles[b].cost; });
+  }
+
+  // Calls f(head, index of the tile). A group that is not full comes first: the last one evens out what the others left.
+  template <typename F>
+  void each(F f) const {
+    for (int64_t first = 0, last = (heads_ - 1) % group_ + 1; first < heads_; first = last, last += group_) {
+      for (const int32_t tile : by_cost_) {
+        for (int64_t head = first; head < last; ++head) f(head, tile);
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kTilesOfAGroup = 2;  // for each SM
+
+  int64_t heads_, group_;
+  std::vector<int32_t> by_cost_;
+};
+
 int32_t* at(uint8_t* base, int64_t offset) { return reinterpret_cast<int32_t*>(base + offset); }
 
 uint8_t* checked(TensorView out, int64_t bytes) {
@@ -121,14 +151,13 @@ void fa3_plan(TensorView cu_q, TensorView cu_k, int64_t rows, int64_t heads, boo
   std::vector<uint16_t> dealt(works);
   std::vector<int32_t> next(num_sms + 1, 0);
   LeastLoaded least(num_sms);
+  const Order order(tiles, listed_heads, num_sms);
   uint16_t* owner = dealt.data();
-  for (int64_t head = 0; head < listed_heads; ++head) {
-    for (const Tile& tile : tiles) {
-      const uint32_t sm = least.give(tile.cost);
-      *owner++ = static_cast<uint16_t>(sm);
-      ++next[sm + 1];
-    }
-  }
+  order.each([&](int64_t, int64_t tile) {
+    const uint32_t sm = least.give(tiles[tile].cost);
+    *owner++ = static_cast<uint16_t>(sm);
+    ++next[sm + 1];
+  });
   std::partial_sum(next.begin(), next.end(), next.begin());
   std::copy(next.begin(), next.end(), at(base, layout.work_indptr));
 
@@ -136,13 +165,11 @@ void fa3_plan(TensorView cu_q, TensorView cu_k, int64_t rows, int64_t heads, boo
   int32_t* const heads_out = at(base, layout.head);
   int32_t* const batch_out = at(base, layout.batch);
   owner = dealt.data();
-  for (int64_t head = 0; head < listed_heads; ++head) {
-    for (size_t i = 0; i < tiles.size(); ++i) {
-      const int32_t entry = next[*owner++]++;
-      heads_out[entry] = static_cast<int32_t>(head);
-      batch_out[entry] = static_cast<int32_t>(i);
-    }
-  }
+  order.each([&](int64_t head, int64_t tile) {
+    const int32_t entry = next[*owner++]++;
+    heads_out[entry] = static_cast<int32_t>(head);
+    batch_out[entry] = static_cast<int32_t>(tile);
+  });
   int32_t *const tile_out = at(base, layout.tile), *const q_start = at(base, layout.q_start), *const k_start = at(base, layout.k_start);
   int32_t *const q_len = at(base, layout.q_len), *const k_len = at(base, layout.k_len);
   for (int64_t entry = 0; entry < works; ++entry) {
