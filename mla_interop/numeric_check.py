@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mla_interop.backends.base import Kernel
 from mla_interop.backends.registry import backend_class, parse_names
 from mla_interop.capability import device_capability
 from mla_interop.config import use_config
@@ -94,31 +95,31 @@ def self_check(backend: Any, device: str | None = None, *, dtype: str | None = N
             config = MLAPrefillSelectorConfig(dtype=kind, dimensions=dimensions, num_heads=HEADS, device_type=where, scale=SCALE)
             row = next(row for row in explain(config, name).rows if row.backend == name)
             if row.valid:
-                return _checked(f"{name.partition('.')[0]}.{row.variant}", where, kind, dimensions, backend_class(name))
+                return _checked(f"{name.partition('.')[0]}.{row.variant}", where, kind, dimensions, False, backend_class(name))
             refused = refused or f"{where}, {kind}: {'; '.join(row.reasons)}"
     raise MLAUnsupportedError(f"{name} cannot be checked here: {refused}")
 
 
-def require(backend: str, variant: str, config: MLAPrefillSelectorConfig) -> None:
-    """Raise unless a kernel passes; each is checked once in a process.
+def require(backend: str, kernel: Kernel, config: MLAPrefillSelectorConfig) -> None:
+    """Raise unless a kernel passes; each is checked once in a process.  One for any scale is checked with negative scales, which call for it.
 
     Raises:
         MLAUnavailableError: It deviates; with what and how.
     """
     name = backend.partition(".")[0]
-    found = _checked(f"{name}.{variant}", config.device_type, config.dtype, config.dimensions, backend_class(name))
+    found = _checked(f"{name}.{kernel.variant}", config.device_type, config.dtype, config.dimensions, kernel.any_scale, backend_class(name))
     if not found.ok:
         raise MLAUnavailableError(f"its self-check failed: {found.failures}")
 
 
 @functools.lru_cache(maxsize=256)
-def _checked(name: str, device: str, dtype: str, dimensions: MLADimensions, cls: type) -> SelfCheck:
+def _checked(name: str, device: str, dtype: str, dimensions: MLADimensions, any_scale: bool, cls: type) -> SelfCheck:
     del cls  # only a part of the key: a name can be registered anew
     with use_config({"self_check": False, "policy": "order"}):
         try:
             door = _door(device, dtype)
             with door.scope():
-                findings = _Checks(name, door, dtype, dimensions).run()
+                findings = _Checks(name, door, dtype, dimensions, any_scale).run()
         except Exception as error:
             findings = [Finding("call", False, f"{type(error).__name__}: {error}")]
     return SelfCheck(name, device, dtype, tuple(findings))
@@ -174,8 +175,10 @@ class _Problem(NamedTuple):
 class _Checks:
     """The properties, one method each."""
 
-    def __init__(self, name: str, door: _Door, dtype: str, dimensions: MLADimensions) -> None:
+    def __init__(self, name: str, door: _Door, dtype: str, dimensions: MLADimensions, any_scale: bool) -> None:
         self.name, self.door, self.dimensions = name, door, dimensions
+        self.default = dimensions.qk_head_dim**-0.5
+        self.usual, self.given = (-self.default, -SCALE) if any_scale else (None, SCALE)
         self.out_tolerance, self.lse_tolerance = _TOLERANCES.get(dtype, (2e-2, 2e-2))
 
     def run(self) -> list[Finding]:
@@ -193,21 +196,25 @@ class _Checks:
         inputs = (q, k, v if strided else self.door.array(values.astype(np.float32)))
         return _Problem(inputs, self.door.numpy(q), self.door.numpy(k), values, self.door.numpy(projection), cu_q, cu_k)
 
-    def _call(self, problem: _Problem, is_causal: bool, scale: float | None) -> tuple[np.ndarray, np.ndarray]:
+    def _call(self, problem: _Problem, is_causal: bool, scale: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+        scale = self.usual if scale is None else scale
         lengths = {"cu_seqlens_q": problem.cu_q.tolist(), "cu_seqlens_k": problem.cu_k.tolist()}
         out, lse = self.door.call(*problem.inputs, **lengths, is_causal=is_causal, scale=scale, return_lse=True, backend=self.name)
         return self.door.numpy(out), self.door.numpy(lse)
 
+    def _right(self, problem: _Problem, is_causal: bool, scale: float | None = None, top_left: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        return attention(problem, is_causal, self.usual if scale is None else scale, top_left)
+
     def _out(self) -> list[Finding]:
         problem = self._problem(WITH_KEYS)
-        out, _ = self._call(problem, False, None)
-        return [self._compare("out", out, attention(problem, False)[0], {})]
+        out, _ = self._call(problem, False)
+        return [self._compare("out", out, self._right(problem, False)[0], {})]
 
     def _lse(self) -> list[Finding]:
         """Base and layout together: the one combination that fits names what is wrong."""
         problem = self._problem(WITH_KEYS)
-        _, lse = self._call(problem, False, None)
-        right = attention(problem, False)[1]
+        _, lse = self._call(problem, False)
+        right = self._right(problem, False)[1]
         fits = [
             (layout, factor)
             for layout, seen in (("[N, T]", lse), ("[T, N]", lse.reshape(lse.shape[::-1]).T))
@@ -225,41 +232,40 @@ class _Checks:
 
     def _strides(self) -> list[Finding]:
         problem = self._problem(WITH_KEYS, strided=True)
-        out, _ = self._call(problem, False, None)
+        out, _ = self._call(problem, False)
         as_if_packed = problem.projection.reshape(-1)[: problem.v.size].reshape(problem.v.shape)
         start = problem.projection.reshape(-1)[128:]
         packed_from_there = start[: problem.v.size].reshape(problem.v.shape)
         known = {"v is read as if it were contiguous": packed_from_there, "v is read from the start of the buffer that it is a view of": as_if_packed}
-        others = {text: attention(problem._replace(v=v), False)[0] for text, v in known.items()}
-        return [self._compare("strides", out, attention(problem, False)[0], others)]
+        others = {text: self._right(problem._replace(v=v), False)[0] for text, v in known.items()}
+        return [self._compare("strides", out, self._right(problem, False)[0], others)]
 
     def _alignment(self) -> list[Finding]:
         problem = self._problem(WITH_KEYS)
-        out, _ = self._call(problem, True, None)
-        others = {"the causal mask is aligned top-left": attention(problem, True, top_left=True)[0], "there is no mask": attention(problem, False)[0]}
-        return [self._compare("causal alignment", out, attention(problem, True)[0], others)]
+        out, _ = self._call(problem, True)
+        others = {"the causal mask is aligned top-left": self._right(problem, True, top_left=True)[0], "there is no mask": self._right(problem, False)[0]}
+        return [self._compare("causal alignment", out, self._right(problem, True)[0], others)]
 
     def _scale(self) -> list[Finding]:
         problem = self._problem(WITH_KEYS)
-        out, _ = self._call(problem, False, SCALE)
-        default = self.dimensions.qk_head_dim**-0.5
+        out, _ = self._call(problem, False, self.given)
         known = {
-            "the given scale is ignored": default,
-            "the given scale is multiplied with the default": SCALE * default,
-            "the given scale is multiplied with ln 2": SCALE * math.log(2),
+            "the given scale is ignored": self.default,
+            "the given scale is multiplied with the default": self.given * self.default,
+            "the given scale is multiplied with ln 2": self.given * math.log(2),
         }
-        others = {text: attention(problem, False, scale)[0] for text, scale in known.items()}
-        return [self._compare("scale", out, attention(problem, False, SCALE)[0], others)]
+        others = {text: self._right(problem, False, scale)[0] for text, scale in known.items()}
+        return [self._compare("scale", out, self._right(problem, False, self.given)[0], others)]
 
     def _empty_rows(self) -> list[Finding]:
         problem = self._problem(WITH_EMPTY_ROWS)
-        out, lse = self._call(problem, True, None)
-        empty = np.isneginf(attention(problem, True)[1])
+        out, lse = self._call(problem, True)
+        empty = np.isneginf(self._right(problem, True)[1])
         rows, values = out[empty.T], lse[empty]
         said = [f"out holds {rows[rows != 0][0]:.4g}, where 0 is right"] if rows.any() else []
         if not np.isneginf(values).all():
             said.append(f"lse holds {values[~np.isneginf(values)][0]:.4g}, where -inf is right")
-        right = attention(problem, True)[0]
+        right = self._right(problem, True)[0]
         said = said or ([] if self._error(out, right) <= self.out_tolerance else ["rows that have keys deviate beside rows that have none"])
         return [Finding("empty rows", not said, "; ".join(said))]
 

@@ -109,7 +109,7 @@ def _select(config: MLAPrefillSelectorConfig, backend: Any, fallback: bool, envi
             try:
                 _ = kernel.launch if here else None
                 if here and current_config().self_check:
-                    require(name, kernel.variant, table.config)
+                    require(name, kernel, table.config)
             except MLAUnavailableError as error:
                 tried[f"{name} ({kernel.variant})"] = str(error)
                 cause = error

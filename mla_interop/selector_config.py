@@ -10,6 +10,7 @@ from mla_interop.dimensions import MLADimensions
 from mla_interop.errors import input_error
 
 DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+ANY_SCALE = "anyscale"
 
 
 def nearest_power_of_two(size: int) -> int:
@@ -97,10 +98,10 @@ class MLAPrefillSelectorConfig:
         Raises:
             MLAInputError: It is no name of a kernel.
         """
-        match = re.fullmatch(r"[A-Z0-9_]+\.\w+\.(cpu|cuda|sm_(\d+)(\d))\.(\w+)\.(\d+)x(\d+)\.(causal|full)\.(lse|nolse)", name)
+        match = re.fullmatch(rf"[A-Z0-9_]+\.\w+\.(cpu|cuda|sm_(\d+)(\d))\.(\w+)\.(\d+)x(\d+)\.(causal|full)\.(lse|nolse)(\.{ANY_SCALE})?", name)
         if match is None:
-            raise input_error("kernel", repr(name), "BACKEND.variant.arch.dtype.DxV.mask.lse")
-        arch, major, minor, dtype, qk_head_dim, v_head_dim, mask, lse = match.groups()
+            raise input_error("kernel", repr(name), f"BACKEND.variant.arch.dtype.DxV.mask.lse, and .{ANY_SCALE} after it where a kernel is for that")
+        arch, major, minor, dtype, qk_head_dim, v_head_dim, mask, lse, any_scale = match.groups()
         return cls(
             dtype=dtype,
             dimensions=MLADimensions.from_head_dims(int(qk_head_dim), int(v_head_dim)),
@@ -109,14 +110,18 @@ class MLAPrefillSelectorConfig:
             capability=DeviceCapability(int(major), int(minor)) if major else None,
             is_causal=mask == "causal",
             needs_lse=lse == "lse",
+            scale=0.0 if any_scale else None,
         )
 
-    def kernel_name(self, backend: str, variant: str) -> str:
-        """The one form of kernel names: ``BACKEND.variant.arch.dtype.DxV.mask.lse``."""
+    def kernel_name(self, backend: str, variant: str, any_scale: bool = False) -> str:
+        """The one form of kernel names: ``BACKEND.variant.arch.dtype.DxV.mask.lse``.
+
+        With ``any_scale``, ``.anyscale`` follows: a variant's other kernel, for scales that the first one is wrong for. 0 is such a scale.
+        """
         arch = f"sm_{self.capability.major}{self.capability.minor}" if self.capability else self.device_type
         head_dims = f"{self.dimensions.qk_head_dim}x{self.dimensions.v_head_dim}"
         mask, lse = "causal" if self.is_causal else "full", "lse" if self.needs_lse else "nolse"
-        return f"{backend}.{variant}.{arch}.{self.dtype}.{head_dims}.{mask}.{lse}"
+        return f"{backend}.{variant}.{arch}.{self.dtype}.{head_dims}.{mask}.{lse}{f'.{ANY_SCALE}' * any_scale}"
 
 
 def _is_integer(value: object) -> bool:

@@ -13,7 +13,7 @@ from mla_interop.capability import DeviceCapability
 from mla_interop.dimensions import MLADimensions
 from mla_interop.errors import MLAError, MLAInputError, MLAUnavailableError, MLAUnsupportedError
 from mla_interop.installed import missing
-from mla_interop.selector_config import MLAPrefillSelectorConfig
+from mla_interop.selector_config import ANY_SCALE, MLAPrefillSelectorConfig
 from mla_interop.sequences import HostLengths, PrefillMetadata
 
 KERNEL_PREFIX = "mla_interop.kernel."
@@ -49,7 +49,8 @@ class Kernel:
     """One kernel: what it needs, declared as data, and how to get its launch function. Making one compiles and imports nothing.
 
     Attributes:
-        name: Unique and stable, e.g. ``FLASH_ATTN.fa4.sm_90.bfloat16.192x128.causal.lse``: the name it has inside XLA programs.
+        name: Unique and stable, e.g. ``FLASH_ATTN.fa4.sm_90.bfloat16.192x128.causal.lse``: the name it has inside XLA programs. It says all that the
+            launch function is made from: two kernels of one name would get each other's.
         kind: ``compiled``: native code, no Python frame and no GIL when it runs. ``python``: a Python function over torch
             tensors. ``array``: plain array code in the namespace of its inputs, with a signature of its own (see REFERENCE).
         make: Loads, and where needed compiles, the launch function (docs/architecture.md has its signature).
@@ -101,6 +102,11 @@ class Kernel:
     def variant(self) -> str:
         """Which of its backend's kernels it is, e.g. ``fa4``."""
         return self.name.split(".")[1]
+
+    @property
+    def any_scale(self) -> bool:
+        """Whether it is its variant's kernel for scales that the other one is wrong for."""
+        return self.name.endswith(f".{ANY_SCALE}")
 
     @property
     def global_name(self) -> str:
@@ -247,7 +253,7 @@ class MLAPrefillBackend(ABC):
     @property
     def plan_name(self) -> str:
         """Names the work list: one serves every dtype of a kernel family, for one architecture and number of heads, as a rule under both masks."""
-        family, variant, arch, _, head_dims, mask, _ = self.kernel.name.split(".")
+        family, variant, arch, _, head_dims, mask, *_ = self.kernel.name.split(".")
         return f"{family}.{variant}.{arch}.{head_dims}.{self.config.num_heads}{f'.{mask}' * self.kernel.plan_by_mask}"
 
     def run_prefill_new_tokens(self, q: Any, k: Any, v: Any, metadata: PrefillMetadata, **options: Any) -> Any:

@@ -54,9 +54,10 @@ def _ahead_of_time(config: "MLAPrefillSelectorConfig") -> Kernel | list[str]:
     arch = fa4.arch_for(capability)
     if reasons or arch is None:
         return reasons
-    variant = arch, config.dtype, dimensions.qk_head_dim, dimensions.v_head_dim, config.is_causal, config.needs_lse
+    any_scale = config.scale is not None and config.scale < fa4.SMALLEST_SCALE
+    variant = arch, config.dtype, dimensions.qk_head_dim, dimensions.v_head_dim, config.is_causal, config.needs_lse, any_scale
     return Kernel(
-        name=config.kernel_name("FLASH_ATTN", "fa4"),
+        name=config.kernel_name("FLASH_ATTN", "fa4", any_scale),
         kind="compiled",
         make=lambda: fa4.load(*variant),
         parts=(lambda: fa4.build(*variant),),

@@ -1,8 +1,8 @@
 """FlashAttention-4 compiled ahead of time into the package's kernel ABI (docs/architecture.md), on any machine.
 
-The compiler (CuTe DSL and flash-attn-4, which import torch and triton) runs in a process of its own, so a caller's
-process gets neither its imports nor its state, and needs no GPU.  What comes out is a small shared library that needs
-only TVM FFI and CuTe DSL's runtime library; ``build.cached`` keeps it.  ``fa4_kernels`` is what runs in that process.
+The compiler (CuTe DSL and flash-attn-4) runs in a process of its own, ``fa4_compiler``, so a caller's process gets
+neither its imports nor its state, and needs no GPU.  What comes out is a small shared library that needs only TVM FFI
+and CuTe DSL's runtime library; ``build.cached`` keeps it.
 """
 
 import ctypes
@@ -19,12 +19,11 @@ from typing import Any
 
 from mla_interop.errors import MLABuildError
 from mla_interop.installed import missing
-from mla_interop.kernels.build import cached, package_version, run_tool
+from mla_interop.kernels.build import SOURCES, cached, package_version, run_tool
 
-# fa4_kernels uses internals of these packages: other versions are refused until someone has proven them.
-PROVEN_VERSIONS = {"flash-attn-4": ("4.0.0b36",), "nvidia-cutlass-dsl": ("4.8.1",)}
-# What compiling imports besides those; quack does not declare that it needs triton.
-COMPILER_IMPORTS = ("torch", "quack", "einops", "triton")
+# fa4_kernels and fa4_compiler use internals of these packages: other versions are refused until someone has proven them.
+PROVEN_VERSIONS = {"flash-attn-4": ("4.0.0b36",), "nvidia-cutlass-dsl": ("4.8.1",), "quack-kernels": ("0.6.5",)}
+COMPILER_IMPORTS = ("flash_attn", "cutlass", "quack")
 DTYPES = ("bfloat16", "float16")
 # Every pair below has been compiled for its architecture.
 _COMMON_DIMS = ((192, 128), (128, 128), (96, 64), (64, 64))
@@ -37,8 +36,12 @@ DIMENSIONS = {
 }
 # Objects for an "a" architecture run on exactly that one; sm_80 objects run on every 8.x.
 _ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a", (12, 0): "sm_120a"}
+# Smaller scales, zero and negative ones need a kernel that multiplies every score before it masks: a library of its own, since few need it.
+# Below this a scale, or its product with log2(e), would be flushed to zero in the fast kernel, and a mask of -inf times zero is NaN.
+SMALLEST_SCALE = 2.0**-126
 _SMALL_SHARED_MEMORY = ((8, 6), (8, 9))  # 99 KB a block, where 8.0 and 8.7 have 163 KB
 _COMPILE_TIMEOUT_S = 900
+_DOOR = SOURCES / "fa4_launch.cc"
 # These change what the compiler makes, or make it leave files: a build depends on its key alone.
 _DROPPED_ENVIRONMENT = re.compile(r"CUTE_DSL_|FLASH_ATTENTION_|FA_|QUACK_")
 
@@ -89,7 +92,7 @@ def _linker() -> str:
     return os.environ.get("CXX", "g++")
 
 
-def build(arch: str, dtype: str, head_dim_qk: int, head_dim_v: int, is_causal: bool, with_lse: bool) -> Path:
+def build(arch: str, dtype: str, head_dim_qk: int, head_dim_v: int, is_causal: bool, with_lse: bool, any_scale: bool = False) -> Path:
     """The path of the shared library for one variant, compiled if the cache does not hold it.
 
     Args:
@@ -99,16 +102,22 @@ def build(arch: str, dtype: str, head_dim_qk: int, head_dim_v: int, is_causal: b
         head_dim_v: V.
         is_causal: Causal, aligned bottom-right; else no mask.
         with_lse: Whether ``launch`` takes a buffer for lse; else it takes None.
+        any_scale: Whether it serves every scale, more slowly; else those of at least ``SMALLEST_SCALE``.
 
     Raises:
         MLABuildError: The compiler or the linker failed, or CuTe DSL's runtime library is not installed.
     """
-    variant = {"arch": arch, "dtype": dtype, "head_dim_qk": head_dim_qk, "head_dim_v": head_dim_v, "is_causal": bool(is_causal), "with_lse": bool(with_lse)}
-    name = f"fa4-{arch}-{dtype}-{head_dim_qk}x{head_dim_v}-{'causal' if is_causal else 'full'}{'-lse' if with_lse else ''}"
+    from tvm_ffi import libinfo
+
+    flags = {"is_causal": bool(is_causal), "with_lse": bool(with_lse), "any_scale": bool(any_scale)}
+    variant = {"arch": arch, "dtype": dtype, "head_dim_qk": head_dim_qk, "head_dim_v": head_dim_v, **flags}
+    name = f"fa4-{arch}-{dtype}-{head_dim_qk}x{head_dim_v}-{'causal' if is_causal else 'full'}{'-lse' * flags['with_lse']}{'-anyscale' * flags['any_scale']}"
     libraries = _runtime_libraries()
+    door = [] if any_scale else ["-O2", "-fPIC", f"-DSMALLEST_SCALE={SMALLEST_SCALE!r}"]
     key = {
         "variant": variant,
-        "source": (Path(__file__).parent / "fa4_kernels.py").read_text(),
+        "source": [path.read_text() for path in (*(Path(__file__).parent / name for name in ("fa4_kernels.py", "fa4_compiler.py")), _DOOR)],
+        "door": door,
         "versions": {each: package_version(each) for each in ("flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-ffi")},
         # The library finds these by their paths: a moved environment must not find it.
         "libraries": libraries,
@@ -118,7 +127,8 @@ def build(arch: str, dtype: str, head_dim_qk: int, head_dim_v: int, is_causal: b
         compiled = made.with_suffix(".o")
         _compile(variant, compiled, name)
         found_at = [f"-Wl,-rpath,{Path(library).parent}" for library in libraries]
-        run_tool([_linker(), "-shared", "-o", str(made), str(compiled), *libraries, *found_at], name)
+        checked = [*door, *(f"-I{path}" for path in libinfo.include_paths()), str(_DOOR)] if door else []
+        run_tool([_linker(), "-shared", "-o", str(made), *checked, str(compiled), *libraries, *found_at], name)
 
     return cached(name, key, make)
 
@@ -128,7 +138,7 @@ def _compile(variant: dict[str, Any], made: Path, name: str) -> None:
     # The same imports as here, from any working folder; and no GPU, so that a busy or exclusive one does not matter.
     imports = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     environment |= {"CUTE_DSL_ARCH": variant["arch"], "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": imports, "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "mla_interop.kernels.fa4_kernels", json.dumps(variant), str(made)]
+    command = [sys.executable, "-m", "mla_interop.kernels.fa4_compiler", json.dumps(variant), str(made)]
     try:
         done = subprocess.run(command, env=environment, cwd=made.parent, capture_output=True, text=True, errors="replace", timeout=_COMPILE_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -167,11 +177,11 @@ def _driver_cuda_major() -> int | None:
 
 
 @functools.cache
-def load(arch: str, dtype: str, head_dim_qk: int, head_dim_v: int, is_causal: bool, with_lse: bool) -> Any:
+def load(arch: str, dtype: str, head_dim_qk: int, head_dim_v: int, is_causal: bool, with_lse: bool, any_scale: bool = False) -> Any:
     """The kernel as a ``tvm_ffi.Function`` with the package's ABI, built if need be; arguments as in :func:`build`.
 
     Its ``plan`` and ``scratch`` are None.  It raises ValueError or TypeError, before it launches anything, for
-    arguments of the wrong kind, dtype, shape or stride.  The first launch on a device also loads the code there, so
+    arguments of the wrong kind, dtype, shape or stride, and for a scale that it does not serve.  The first launch on a device also loads the code there, so
     make one before a CUDA graph is captured.
 
     Raises:
@@ -179,7 +189,7 @@ def load(arch: str, dtype: str, head_dim_qk: int, head_dim_v: int, is_causal: bo
     """
     import tvm_ffi
 
-    path = build(arch, dtype, head_dim_qk, head_dim_v, is_causal, with_lse)
+    path = build(arch, dtype, head_dim_qk, head_dim_v, is_causal, with_lse, any_scale)
     try:
         return tvm_ffi.load_module(str(path))["launch"]
     except Exception as error:

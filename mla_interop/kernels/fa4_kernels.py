@@ -1,24 +1,22 @@
 """The half of ``fa4`` that imports CuTe DSL and flash-attn-4: it compiles one variant to an object file.
 
-Only ever run as a program, in a process of its own (``python -m mla_interop.kernels.fa4_kernels SPEC OBJECT``): the
-imports below pull in torch and set process-wide state of the DSL.  No GPU is needed; the target is ``CUTE_DSL_ARCH``.
+Only ever imported in a process of its own (``fa4_compiler``): the imports below set process-wide state of the DSL.  No
+GPU is needed; the target is ``CUTE_DSL_ARCH``.
 What is taken from flash-attn-4 is internal to that package, so ``fa4`` pins the versions this file was proven with.
 """
 
-import json
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+import quack.dsl  # noqa: F401  # flash-attn-4's kernels index tensors in a way that this teaches the DSL
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Float64, Int32, Int64, const_expr
 from flash_attn.cute.flash_fwd import FlashAttentionForwardSm80
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from flash_attn.cute.flash_fwd_sm100 import FlashAttentionForwardSm100
 from flash_attn.cute.flash_fwd_sm120 import FlashAttentionForwardSm120
-from flash_attn.cute.interface import _tile_size_fwd_sm90
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 WARP = 32
@@ -27,14 +25,18 @@ FILL_BLOCKS_X = 128  # blocks that share the rows of one range: about one per SM
 FILL_BLOCKS_Y = 8  # ranges in flight; more sequences than this are walked in steps
 VECTOR = 8  # 16-bit elements in one 16-byte store
 TAIL, NO_KEY = 1, 2  # bits of `finish`
-# Below this a scale, or its product with log2(e), is flushed to zero, and a mask of -inf times zero would be NaN.
-SMALLEST_SCALE = 2.0**-126
 
 
 @cute.jit
 def scaled_score(score, batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
     """A score_mod that changes nothing: with any score_mod the kernel multiplies by the scale *before* it masks."""
     return score
+
+
+def sm90_tile(head_dim_qk: int, is_causal: bool) -> dict[str, Any]:
+    """How a 9.0 kernel is cut, as the package's own interface has it: a test compares.  To import that takes longer than to compile."""
+    tile_m, tile_n = {64: (192, 128), 96: (192, 128 if is_causal else 144), 256: (128, 80)}.get(head_dim_qk, (128, 128))
+    return {"tile_m": tile_m, "tile_n": tile_n, "mma_pv_is_rs": head_dim_qk != 96, "intra_wg_overlap": True}
 
 
 def attention(arch: str, dtype: type, head_dim_qk: int, head_dim_v: int, is_causal: bool, score_mod: Callable[..., Any] | None) -> Any:
@@ -44,10 +46,8 @@ def attention(arch: str, dtype: type, head_dim_qk: int, head_dim_v: int, is_caus
     """
     common = {"is_causal": is_causal, "is_local": False, "pack_gqa": False, "score_mod": score_mod}
     if arch == "sm_90a":
-        tile = _tile_size_fwd_sm90(head_dim_qk, head_dim_v, is_causal, False)
-        flags = {"intra_wg_overlap": tile.intra_wg_overlap, "mma_pv_is_rs": tile.mma_pv_is_rs}
-        sizes = {"tile_m": tile.m_block_size, "tile_n": tile.n_block_size, "num_stages": 2, "num_threads": 384}
-        return FlashAttentionForwardSm90(dtype, head_dim_qk, head_dim_v, 1, **sizes, **flags, **common)
+        sizes = {**sm90_tile(head_dim_qk, is_causal), "num_stages": 2, "num_threads": 384}
+        return FlashAttentionForwardSm90(dtype, head_dim_qk, head_dim_v, 1, **sizes, **common)
     if arch in ("sm_100a", "sm_103a"):
         wide = head_dim_v == 256  # two query tiles of this width do not fit in tensor memory; two CTAs share one instead
         ping_pong = wide and head_dim_qk == 256 and score_mod is None
@@ -119,10 +119,13 @@ def with_plain_strides(tensor: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(tensor.iterator, cute.make_layout(tensor.shape, stride=strides))
 
 
-def make_launch(arch: str, dtype: type, head_dim_qk: int, head_dim_v: int, is_causal: bool) -> Callable[..., None]:
-    """The host function with the package's kernel ABI (docs/architecture.md), to be compiled."""
-    attend = attention(arch, dtype, head_dim_qk, head_dim_v, is_causal, None)
-    attend_any_scale = attention(arch, dtype, head_dim_qk, head_dim_v, is_causal, scaled_score)
+def make_launch(arch: str, dtype: type, head_dim_qk: int, head_dim_v: int, is_causal: bool, any_scale: bool) -> Callable[..., None]:
+    """The host function with the package's kernel ABI (docs/architecture.md), to be compiled.
+
+    The fast kernel masks with -inf, takes the maximum, and only then scales: a scale of zero makes NaN of that, and a negative one +inf.
+    The one for any scale scales first, at the price of a multiplication per score.
+    """
+    attend = attention(arch, dtype, head_dim_qk, head_dim_v, is_causal, scaled_score if any_scale else None)
 
     @cute.jit
     def launch(
@@ -142,13 +145,7 @@ def make_launch(arch: str, dtype: type, head_dim_qk: int, head_dim_v: int, is_ca
         stream: CUstream,
     ):
         q, k, v, out = [with_plain_strides(each) for each in (q, k, v, out)]
-        # The fast kernel masks with -inf, takes the maximum, and only then scales: a scale of zero makes NaN of that,
-        # and a negative one +inf.  The second kernel scales first, at the price of a multiplication per score.
-        scale32 = Float32(scale)
-        if scale32 >= SMALLEST_SCALE:
-            attend(q, k, v, out, lse, scale32, cu_seqlens_q, cu_seqlens_k, stream=stream)
-        else:
-            attend_any_scale(q, k, v, out, lse, scale32, cu_seqlens_q, cu_seqlens_k, stream=stream)
+        attend(q, k, v, out, lse, Float32(scale), cu_seqlens_q, cu_seqlens_k, stream=stream)
         if finish != 0:
             sequences = cu_seqlens_q.shape[0] - 1
             first = Int32(0) if (finish & NO_KEY) != 0 else Int32(sequences)
@@ -175,13 +172,13 @@ def arguments(dtype: type, head_dim_qk: int, head_dim_v: int, with_lse: bool) ->
     return [q, k, v, cu_q, cu_k, None, None, out, lse, Float64(1.0), Int64(1), Int64(1), Int64(0), stream]
 
 
-def compile_to(path: str, *, arch: str, dtype: str, head_dim_qk: int, head_dim_v: int, is_causal: bool, with_lse: bool) -> None:
-    """Compile one variant and write its object file, whose TVM FFI function is called ``launch``."""
+def compile_to(path: str, *, arch: str, dtype: str, head_dim_qk: int, head_dim_v: int, is_causal: bool, with_lse: bool, any_scale: bool) -> None:
+    """Compile one variant and write its object file.
+
+    Its TVM FFI function is called ``launch``, or ``launch_unchecked`` where ``csrc/fa4_launch.cc`` has to look at the scale first.
+    """
     element = DTYPES[dtype]
-    launch = make_launch(arch, element, head_dim_qk, head_dim_v, is_causal)
-    compiled = cute.compile(launch, *arguments(element, head_dim_qk, head_dim_v, with_lse), options="--enable-tvm-ffi")
-    compiled.export_to_c(object_file_path=path, function_name="launch")
-
-
-if __name__ == "__main__":
-    compile_to(sys.argv[2], **json.loads(sys.argv[1]))
+    launch = make_launch(arch, element, head_dim_qk, head_dim_v, is_causal, any_scale)
+    given = arguments(element, head_dim_qk, head_dim_v, with_lse)
+    compiled = cute.compile(launch, *given, options="--enable-tvm-ffi", no_jit_engine=True)  # it is exported, and not run here
+    compiled.export_to_c(object_file_path=path, function_name="launch" if any_scale else "launch_unchecked")

@@ -1,5 +1,6 @@
 """The self-check names what a backend does wrong, and by what factor; backends that are broken on purpose."""
 
+import dataclasses
 import json
 import math
 import sys
@@ -156,6 +157,26 @@ def test_selection_can_require_it(install: Callable[..., None], monkeypatch: pyt
         mla_interop.select(PROBLEM, "THIRD")
     monkeypatch.setenv("MLA_INTEROP_SELF_CHECK", "0")
     assert mla_interop.select(PROBLEM).get_name() == "THIRD"
+
+
+def test_the_kernel_for_any_scale_is_checked_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is another library than the one for ordinary scales, which passes."""
+    monkeypatch.setattr(registry, "_registered", {})
+
+    def kernels(cls: Any, config: Any) -> Any:
+        any_scale = config.scale is not None and config.scale < 0
+        attention = BROKEN["base 2"][0] if any_scale else right
+        make = lambda: adapt(attention, is_causal=config.is_causal, pad_v=False)  # noqa: E731
+        name = config.kernel_name("THIRD", "fake", any_scale)
+        return [Kernel(name=name, kind="python", make=make, strided=frozenset("qkv"), native_empty_rows=False)], []
+
+    methods = {"unavailable_reasons": classmethod(lambda cls: []), "kernels": classmethod(kernels)}
+    declared = {"name": "THIRD", "device_types": ("cpu",), "supported_dtypes": ("float32",)}
+    register_mla_prefill_backend("THIRD")(type("Third", (MLAPrefillBackend,), {**declared, **methods}))
+    monkeypatch.setenv("MLA_INTEROP_SELF_CHECK", "1")
+    assert not mla_interop.select(PROBLEM, "THIRD").kernel.any_scale
+    with pytest.raises(MLAUnsupportedError, match="its self-check failed: LSE base: off by a factor of 1.4427"):
+        mla_interop.select(dataclasses.replace(PROBLEM, scale=-0.1), "THIRD")
 
 
 def test_a_name_that_is_registered_anew_is_checked_anew(install: Callable[..., None]) -> None:

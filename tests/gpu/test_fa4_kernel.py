@@ -52,6 +52,7 @@ def built_at_once() -> None:
     capability = torch.cuda.get_device_capability()
     kinds = [(dims, dtype, True) for dims, dtype in KINDS if not fa4.unsupported_reasons(capability, dtype, *dims)] + [((192, 128), "bfloat16", False)]
     variants = [(fa4.arch_for(capability), dtype, *dims, causal, with_lse) for dims, dtype, with_lse in kinds for causal in (True, False)]
+    variants += [(fa4.arch_for(capability), "bfloat16", 192, 128, causal, True, True) for causal in (True, False)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda variant: fa4.build(*variant), variants))
 
@@ -80,12 +81,12 @@ def inputs(case: Case, seed: int = 0) -> dict[str, Any]:
     return named | {"max_seqlen_q": max(case.lengths_q), "max_seqlen_k": max(case.lengths_k), "finish": case.bits}
 
 
-def kernel(case: Case, with_lse: bool = True) -> Any:
+def kernel(case: Case, with_lse: bool = True, any_scale: bool | None = None) -> Any:
     arch = fa4.arch_for(torch.cuda.get_device_capability())
     reasons = fa4.unsupported_reasons(torch.cuda.get_device_capability(), case.dtype, *case.dims)
     if reasons:
         pytest.skip("; ".join(reasons))
-    return fa4.load(arch, case.dtype, *case.dims, case.causal, with_lse)
+    return fa4.load(arch, case.dtype, *case.dims, case.causal, with_lse, case.softmax_scale < fa4.SMALLEST_SCALE if any_scale is None else any_scale)
 
 
 def reference(case: Case, given: dict[str, Any]) -> tuple[Any, Any]:
@@ -181,6 +182,23 @@ def test_dims_and_dtypes(dims: tuple[int, int], dtype: str, causal: bool) -> Non
 @pytest.mark.parametrize("scale", [1.0, 0.0, -0.07, 1e-3, 1e-30, 1e-42, -1.0])
 def test_any_scale_is_used_as_given(scale: float, causal: bool) -> None:
     run_and_check(Case((200, 64, 300, 90), (260, 64, 100, 0), causal=causal, scale=scale, tail=5))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_the_library_for_any_scale_serves_ordinary_ones_too(causal: bool) -> None:
+    case = Case((200, 64, 300, 90), (260, 64, 100, 0), causal=causal, tail=5)
+    given = inputs(case)
+    kernel(case, any_scale=True)(*given.values())
+    check(case, given)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.07, 1e-42])
+def test_the_fast_library_refuses_a_small_scale_before_a_launch(scale: float) -> None:
+    given = inputs(Case((200, 64, 300), (260, 64, 100), scale=scale, tail=5, finish=TAIL | NO_KEY))
+    with pytest.raises(ValueError, match="launch: scale: got"):
+        kernel(Case((1,), (1,)), any_scale=False)(*given.values())
+    torch.cuda.synchronize()
+    assert bool(given["out"].isnan().all()) and bool(given["lse"].isnan().all())
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])

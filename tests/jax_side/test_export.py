@@ -112,6 +112,19 @@ def test_export_for_a_stated_gpu(gpu: str) -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_asked_or_loaded")
+@pytest.mark.parametrize(("scale", "any_scale"), [(None, False), (0.1, False), (0.0, True), (-0.07, True), (1e-42, True)])
+def test_a_program_names_the_kernel_that_serves_its_scale(scale: float | None, any_scale: bool) -> None:
+    """FlashAttention-4 has another library for small scales: a process that finds its kernel by name must find that one."""
+    with jax_side.target("h200"), assume_installed():
+        run = jax.jit(lambda *x: attention(*x, backend="FLASH_ATTN.fa4", scale=scale))
+        text = run.trace(*shapes(jnp.bfloat16)).lower(lowering_platforms=("cuda",)).as_text()
+    (name,) = [word for word in text.replace('"', " ").split() if word.startswith("mla_interop.kernel.")]
+    assert name.endswith(".anyscale") == any_scale
+    with assume_installed():
+        assert kernel_named(name.removeprefix("mla_interop.kernel.")).global_name == name
+
+
+@pytest.mark.usefixtures("nothing_is_asked_or_loaded")
 def test_host_lengths_of_a_stated_target() -> None:
     """Lengths that are part of the program: tails are cut and filled by what the host knows, for the GPU as for the CPU."""
     with jax_side.target("h200"), assume_installed():

@@ -1,5 +1,6 @@
 """A program that one process exported runs in another one, which gets the kernels by their names."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -79,10 +80,21 @@ def test_names_say_all_that_a_kernel_is_made_from(capability: str | None, settin
     dimensions, device = mla_interop.MLADimensions.from_head_dims(192, 128), "cuda" if capability else "cpu"
     config = MLAPrefillSelectorConfig(**{"dimensions": dimensions, "num_heads": 1, "device_type": device, "capability": capability, **settings})
     assert MLAPrefillSelectorConfig.of_kernel_name(config.kernel_name("FLASH_ATTN", "fa4")) == config
+    name = config.kernel_name("FLASH_ATTN", "fa4", any_scale=True)
+    again = MLAPrefillSelectorConfig.of_kernel_name(name)
+    assert name.endswith(".anyscale") and again.kernel_name("FLASH_ATTN", "fa4", any_scale=True) == name
+    assert again.scale == 0.0 and dataclasses.replace(again, scale=None) == config
 
 
 @pytest.mark.parametrize(
-    "name", ["", "REFERENCE", "mla_interop.kernel.CPU_SDPA.torch.cpu.float32.192x128.causal.lse", "CPU_SDPA.torch.tpu.float32.1x1.full.lse"]
+    "name",
+    [
+        "",
+        "REFERENCE",
+        "mla_interop.kernel.CPU_SDPA.torch.cpu.float32.192x128.causal.lse",
+        "CPU_SDPA.torch.tpu.float32.1x1.full.lse",
+        "CPU_SDPA.torch.cpu.float32.192x128.causal.lse.somescale",
+    ],
 )
 def test_what_is_no_name_of_a_kernel(name: str) -> None:
     with pytest.raises(mla_interop.MLAInputError, match="kernel: got .*; allowed: BACKEND.variant.arch.dtype.DxV.mask.lse"):
@@ -94,6 +106,8 @@ def test_a_kernel_that_cannot_be_had() -> None:
     assert kernel.name == "CPU_SDPA.torch.cpu.bfloat16.192x128.full.nolse" and kernel.launch is not None
     with pytest.raises(mla_interop.MLAUnavailableError, match="cannot be had on this machine: there are CPU_SDPA.torch.cpu.float32"):
         kernel_named("CPU_SDPA.mkl.cpu.float32.192x128.full.nolse")
+    with pytest.raises(mla_interop.MLAUnavailableError, match="cannot be had on this machine: there are CPU_SDPA.torch.cpu.bfloat16"):
+        kernel_named("CPU_SDPA.torch.cpu.bfloat16.192x128.full.nolse.anyscale")  # it has one kernel for all scales
     with pytest.raises(mla_interop.MLAUnavailableError, match="cannot be had on this machine: head dims"):
         kernel_named("CPU_SDPA.torch.cpu.float32.64x128.full.nolse")
     with pytest.raises(mla_interop.MLAInputError, match="kernel: got 'NOBODY'; allowed: FLASH_ATTN"):

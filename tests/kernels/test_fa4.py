@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import math
 import os
 import subprocess
 import sys
@@ -82,10 +83,10 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch, distributio
 
 @pytest.mark.usefixtures("installed")
 def test_missing_tools_are_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fa4, "_importable", lambda module: module != "triton")
+    monkeypatch.setattr(fa4, "_importable", lambda module: module != "quack")
     monkeypatch.setenv("CXX", "no-such-compiler")
     package, compiler = fa4.unsupported_reasons((9, 0), "bfloat16", 192, 128)
-    assert "triton" in package and "no-such-compiler" in compiler
+    assert "quack" in package and "no-such-compiler" in compiler
 
 
 class DeviceTensor:
@@ -151,6 +152,12 @@ WRONG = {
     "a plan came": {"plan": DeviceTensor((2,), "int32")},
     "scale is text": {"scale": "1"},
     "finish is a fraction": {"finish": 0.5},
+    "scale is zero": {"scale": 0.0},
+    "scale is an integer zero": {"scale": 0},
+    "scale is False": {"scale": False},
+    "scale is negative": {"scale": -0.07},
+    "scale is below the smallest": {"scale": math.nextafter(fa4.SMALLEST_SCALE - 2.0**-150, 0.0)},  # what float32 rounds down
+    "scale is not a number": {"scale": math.nan},
 }
 
 FRESH_PROCESS = """
@@ -199,23 +206,80 @@ def test_wrong_arguments_are_refused_before_a_launch(built: dict, wrong: str) ->
 
 
 @needs_compiler
+@pytest.mark.parametrize("scale", [fa4.SMALLEST_SCALE, 1e-30, 0.07, 1, 3e38])
+def test_a_scale_that_the_fast_library_serves_passes(built: dict, scale: float) -> None:
+    """What is refused then is the other argument that is wrong: nothing may be launched on these tensors."""
+    launch = fa4.load(*VARIANT)
+    with pytest.raises(TypeError, match="#0"):
+        launch(*(good_arguments() | {"scale": scale, "q": 3.0}).values())
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [0.0, -0.07, 1e-42, 0.07])
+def test_the_library_for_any_scale_passes_all(built: dict, scale: float) -> None:
+    launch = fa4.load(*VARIANT, True)
+    with pytest.raises(TypeError, match="#0"):
+        launch(*(good_arguments() | {"scale": scale, "q": 3.0}).values())
+    with pytest.raises((TypeError, ValueError), match="launch"):
+        launch(*(good_arguments() | {"scale": "1"}).values())
+
+
+@needs_compiler
 def test_a_failed_build_tells_what_the_compiler_said(built: dict) -> None:
     with pytest.raises(MLABuildError, match=r"(?s)fa4-sm_90a-int7-.*KeyError: 'int7'"):
         fa4.build("sm_90a", "int7", 192, 128, True, True)
     assert not list(Path(built["path"]).parent.glob("*int7*.so"))
 
 
-# Every architecture in both dtypes and with both masks; a build takes about 20 seconds of one core, so that all of them are slow.
+# As with every package's own imports: torch's, and those of the packages' `__init__`.
+COMPILE_WITH_ALL_IMPORTS = """
+import json, sys
+import torch, triton, quack, flash_attn.cute.interface
+from mla_interop.kernels import fa4_compiler, fa4_kernels
+fa4_compiler.import_less()
+assert sys.modules["torch"] is torch and sys.modules["quack"] is quack
+for dims in json.loads(sys.argv[3]):
+    for causal in (True, False):
+        theirs, ours = flash_attn.cute.interface._tile_size_fwd_sm90(*dims, causal, False), fa4_kernels.sm90_tile(dims[0], causal)
+        assert (theirs.m_block_size, theirs.n_block_size) == (ours["tile_m"], ours["tile_n"]), (dims, causal)
+        assert (theirs.mma_pv_is_rs, theirs.intra_wg_overlap) == (ours["mma_pv_is_rs"], ours["intra_wg_overlap"]), (dims, causal)
+fa4_kernels.compile_to(sys.argv[2], **json.loads(sys.argv[1]))
+"""
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", sorted(fa4.DIMENSIONS))
+def test_imports_that_are_left_out_change_no_byte(arch: str, tmp_path: Path) -> None:
+    """What ``fa4_compiler`` does to imports, and the tiles that are written down here and not imported, are those of the whole packages."""
+    pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    spec = {"arch": arch, "dtype": "bfloat16", "head_dim_qk": 192, "head_dim_v": 128, "is_causal": True, "with_lse": True, "any_scale": False}
+    environment = os.environ | {"CUTE_DSL_ARCH": arch, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    ways = {"less": ["-m", "mla_interop.kernels.fa4_compiler"], "all": ["-c", COMPILE_WITH_ALL_IMPORTS]}
+    for name, way in ways.items():
+        command = [sys.executable, *way, json.dumps(spec), str(tmp_path / name), json.dumps(fa4.DIMENSIONS["sm_90a"])]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "less").read_bytes() == (tmp_path / "all").read_bytes()
+
+
+# Every architecture in both dtypes and with both masks; a build takes about 5 seconds of one core, so that all of them are slow.
 VARIANTS = [(arch, dtype, 192, 128, causal, True) for arch in fa4.DIMENSIONS for dtype in fa4.DTYPES for causal in (True, False)]
 VARIANTS += [("sm_90a", dtype, 192, 128, causal, False) for dtype in fa4.DTYPES for causal in (True, False)]
 VARIANTS += [(arch, "bfloat16", *dims, True, True) for arch, pairs in fa4.DIMENSIONS.items() for dims in pairs if dims != (192, 128)]
+# For any scale: every architecture and size, since another kernel is compiled; and without the mask.
+VARIANTS += [(arch, "bfloat16", *dims, True, True, True) for arch, pairs in fa4.DIMENSIONS.items() for dims in pairs]
+VARIANTS += [(arch, "float16", 192, 128, False, False, True) for arch in fa4.DIMENSIONS]
 
 
 def test_the_sweep_has_every_architecture_dtype_and_mask() -> None:
     wanted = {
         (arch, dtype, causal) for arch in ("sm_80", "sm_90a", "sm_100a", "sm_103a", "sm_120a") for dtype in ("bfloat16", "float16") for causal in (True, False)
     }
-    assert wanted <= {(arch, dtype, causal) for arch, dtype, qk_dim, v_dim, causal, _ in VARIANTS if (qk_dim, v_dim) == (192, 128)}
+    assert wanted <= {(arch, dtype, causal) for arch, dtype, *dims, causal, _ in (each for each in VARIANTS if len(each) == 6) if dims == [192, 128]}
+    assert {(arch, causal) for arch, _, causal in wanted} <= {(each[0], each[4]) for each in VARIANTS if each[6:] == (True,)}
 
 
 @needs_compiler
