@@ -100,7 +100,7 @@ class MLAPrefillSelectorConfig:
         """
         match = re.fullmatch(rf"[A-Z0-9_]+\.\w+\.(cpu|cuda|sm_(\d+)(\d))\.(\w+)\.(\d+)x(\d+)\.(causal|full)\.(lse|nolse)(\.{ANY_SCALE})?", name)
         if match is None:
-            raise input_error("kernel", repr(name), f"BACKEND.variant.arch.dtype.DxV.mask.lse, and .{ANY_SCALE} after it where a kernel is for that")
+            raise input_error("kernel", repr(name), f"BACKEND.variant.arch.dtype.DxV.mask.lse, with or without .{ANY_SCALE}")
         arch, major, minor, dtype, qk_head_dim, v_head_dim, mask, lse, any_scale = match.groups()
         return cls(
             dtype=dtype,
