@@ -86,7 +86,8 @@ def host_values(array: Any) -> np.ndarray | None:
     if is_tracer(array) or not hasattr(array, "__dlpack_device__"):
         return None
     try:
-        on_host = int(array.__dlpack_device__()[0]) == 1
+        # A tensor's own word: DLPack tells pinned memory from the CPU's, and Dynamo cannot trace it. Those on "meta" have no values, which NumPy says.
+        on_host = array.device.type in ("cpu", "meta") if framework_of(array) == "torch" else int(array.__dlpack_device__()[0]) == 1
     except BufferError:  # a JAX array of several devices has no one device
         return None
     if not on_host:

@@ -50,17 +50,29 @@ def make_options(scale: Any, is_causal: Any, return_lse: Any, backend: Any, fall
         if value is not True and value is not False:
             raise input_error(name, repr(value), "True or False")
     if scale is not None and type(scale) is not float:
-        if not isinstance(scale, numbers.Real) or isinstance(scale, bool):
-            raise input_error("scale", repr(scale), "a finite number, or None for D ** -0.5")
-        try:
-            scale = float(scale)
-        except OverflowError:
-            raise input_error("scale", f"a {type(scale).__name__} beyond float64", "a finite number, or None for D ** -0.5") from None
+        scale = number_of_scale(scale)
     if not isinstance(padding, str):
         raise input_error("padding", repr(padding), "'finite' or 'any'")
     if backend is not None and not isinstance(backend, str):
         backend = parse_names("backend", backend)
     return Options(scale, is_causal, return_lse, backend, fallback, padding)
+
+
+def number_of_scale(scale: Any) -> float:
+    """A scale of any type of number as a float, as a program that is compiled needs it: there a NumPy scalar is an array.
+
+    Raises:
+        MLAInputError: It is not a number.
+    """
+    allowed = "a finite number, or None for D ** -0.5"
+    if not isinstance(scale, numbers.Real) or isinstance(scale, bool):
+        if hasattr(scale, "shape"):  # the text of an array that is traced cannot be had
+            raise input_error("scale", f"a {type(scale).__name__}", allowed, "float() makes one of an array of one element.")
+        raise input_error("scale", repr(scale), allowed)
+    try:
+        return float(scale)
+    except OverflowError:
+        raise input_error("scale", f"a {type(scale).__name__} beyond float64", allowed) from None
 
 
 @dataclass(frozen=True)

@@ -174,18 +174,19 @@ def prepare_metadata(
     """
     if check is not True and check is not False:
         raise input_error("check", repr(check), "True or False")
+    if is_causal is not None and is_causal is not True and is_causal is not False:
+        raise input_error("is_causal", repr(is_causal), "True, False or None")
     same = cu_seqlens_k is None
     array_q, host_q = _lengths("cu_seqlens_q", cu_seqlens_q, check)
     array_k, host_k = (array_q, host_q) if same else _lengths("cu_seqlens_k", cu_seqlens_k, check)
-    if array_q.shape != array_k.shape:
-        raise input_error("cu_seqlens_k", f"shape {tuple(array_k.shape)}", f"the shape of cu_seqlens_q, {tuple(array_q.shape)}")
+    _check_same_shape(array_q, array_k)
     host = HostLengths(host_q, host_k) if host_q is not None and host_k is not None else None
     num_tokens_k = num_tokens_q if same and num_tokens_k is None else num_tokens_k
     # Each side by itself: what the host knows is checked, whether it knows the other side or not.
     tokens_q, padded_q = _tokens("num_tokens_q", num_tokens_q, host_q)
     tokens_k, padded_k = _tokens("num_tokens_k", num_tokens_k, host_k)
-    _check_maximum("max_seqlen_q", max_seqlen_q, host_q)
-    _check_maximum("max_seqlen_k", max_seqlen_k, host_k)
+    check_maximum("max_seqlen_q", max_seqlen_q, host_q)
+    check_maximum("max_seqlen_k", max_seqlen_k, host_k)
     bounds = Bounds(array_q.shape[0] - 1, tokens_q, tokens_k, padded_q, padded_k, max_seqlen_q, max_seqlen_k, same)
     metadata = PrefillMetadata(array_q, array_k, None, bounds, host)
     if config is None:
@@ -223,6 +224,20 @@ def _dense_metadata(batch: int, tokens_q: int, tokens_k: int, environment: tuple
         raise input_error("q, k", f"{batch} x {max(tokens_q, tokens_k)} tokens", f"at most {INT32_MAX} tokens in all (int32 offsets)")
     steps = np.arange(batch + 1, dtype=np.int32)
     return prepare_metadata(steps * np.int32(tokens_q), None if tokens_q == tokens_k else steps * np.int32(tokens_k))
+
+
+def check_device_lengths(cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
+    """What can be checked of lengths without reading them: arrays on a device, without data, or traced.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``; the second is None where it equals the first.
+
+    Raises:
+        MLAInputError: Another dtype or shape.
+    """
+    _device_lengths("cu_seqlens_q", cu_seqlens_q)
+    if cu_seqlens_k is not None:
+        _check_same_shape(cu_seqlens_q, _device_lengths("cu_seqlens_k", cu_seqlens_k))
 
 
 def clear_tail(values: Any, cu_seqlens: Any) -> Any:
@@ -282,6 +297,11 @@ def _device_lengths(name: str, array: Any) -> Any:
     return array
 
 
+def _check_same_shape(array_q: Any, array_k: Any) -> None:
+    if array_q.shape != array_k.shape:
+        raise input_error("cu_seqlens_k", f"shape {tuple(array_k.shape)}", f"the shape of cu_seqlens_q, {tuple(array_q.shape)}")
+
+
 def _tokens(name: str, stated: int | None, cu_seqlens: np.ndarray | None) -> tuple[int | None, bool]:
     total = None if cu_seqlens is None else int(cu_seqlens[-1])
     if stated is None:
@@ -294,7 +314,12 @@ def _tokens(name: str, stated: int | None, cu_seqlens: np.ndarray | None) -> tup
     return stated, True
 
 
-def _check_maximum(name: str, stated: int | None, cu_seqlens: np.ndarray | None) -> None:
+def check_maximum(name: str, stated: int | None, cu_seqlens: np.ndarray | None = None) -> None:
+    """Refuse what is no upper bound of one sequence's length, as far as the host knows the lengths.
+
+    Raises:
+        MLAInputError: It is no integer of the host, or negative, or less than the longest sequence.
+    """
     if stated is None:
         return
     _check_integer(name, stated)

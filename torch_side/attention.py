@@ -11,7 +11,7 @@ from mla_interop.context import ContextMetadata
 from mla_interop.dimensions import MLADimensions, dimensions_from_config, softmax_scale
 from mla_interop.errors import input_error
 from mla_interop.latent_cache import host_scale, rows_to_store
-from mla_interop.prefill import make_options
+from mla_interop.prefill import make_options, number_of_scale
 from mla_interop.sequences import PrefillMetadata
 from mla_interop.walk import Ops, scan, walk
 from mla_interop.walk_check import check
@@ -178,7 +178,7 @@ class MLAAttention(torch.nn.Module):
         backend: As in :func:`torch_side.mla_prefill`; an unknown name is refused here.
 
     Raises:
-        MLAInputError: ``dimensions`` is something else, or the backend's name is unknown.
+        MLAInputError: ``dimensions`` is something else, the scale is no number, or the backend's name is unknown.
     """
 
     def __init__(self, dimensions: MLADimensions, kv_b_proj: Any = None, *, scale: float | None = None, backend: Any = None) -> None:
@@ -187,7 +187,7 @@ class MLAAttention(torch.nn.Module):
             raise input_error("dimensions", type(dimensions).__name__, "MLADimensions")
         self.dimensions = dimensions
         self.kv_b_proj = kv_b_proj
-        self.scale = dimensions.qk_head_dim**-0.5 if scale is None else scale
+        self.scale = dimensions.qk_head_dim**-0.5 if scale is None else number_of_scale(scale)
         self.backend = None if backend is None else parse_names("backend", backend)
 
     @classmethod

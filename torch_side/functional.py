@@ -16,8 +16,10 @@ from torch_side.sharding import distributed_call, is_distributed
 
 _TENSOR = torch.Tensor
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
-_is_compiling = torch.compiler.is_compiling
+# Not is_compiling(), which is true of every thread while one of them compiles.
+_is_compiling = torch.compiler.is_dynamo_compiling
 _count_modes = torch._C._len_torch_dispatch_stack
+_in_transform = torch._C._are_functorch_transforms_active
 _forward_ad = torch.autograd.forward_ad
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -69,8 +71,8 @@ def mla_prefill(
         MLAInputError: An argument is wrong; nothing was launched.
         MLAUnsupportedError: No backend, or not the one asked for, can serve it; with every reason.
     """
-    # A dispatch mode (make_fx, FakeTensorMode, a counter of operations) must see the call, and sees operators only.
-    if _is_compiling() or _count_modes() or type(q) is not _TENSOR or type(k) is not _TENSOR or type(v) is not _TENSOR:
+    # A dispatch mode (make_fx, FakeTensorMode, a counter of operations) and a transformation of torch.func must see the call, and see operators only.
+    if _is_compiling() or _count_modes() or _in_transform() or type(q) is not _TENSOR or type(k) is not _TENSOR or type(v) is not _TENSOR:
         way = _other_way(q, k, v)
         if way is not None:
             lengths = (metadata, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -94,10 +96,11 @@ def _other_way(q: Any, k: Any, v: Any) -> Any:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise input_error(name, type(x).__name__, "a torch.Tensor", "mla_interop.mla_prefill takes arrays of any framework.")
+        if x.is_nested:
+            raise input_error(name, "a nested tensor", "its values(), packed", "Its offsets(), as int32, are cu_seqlens.")
     if is_distributed(q) or is_distributed(k) or is_distributed(v):
         return functools.partial(distributed_call, mla_prefill)
-    if _is_compiling():
-        check_grad(q, k, v)
-        return traced_call
-    plain = all(type(x).__torch_dispatch__ is _NO_DISPATCH for x in (q, k, v))
-    return None if plain and not _count_modes() else traced_call
+    if not (_is_compiling() or _count_modes() or _in_transform()) and all(type(x).__torch_dispatch__ is _NO_DISPATCH for x in (q, k, v)):
+        return None
+    check_grad(q, k, v)
+    return traced_call

@@ -58,6 +58,8 @@ find_shared = _shared.get
 
 def call(q: Any, k: Any, v: Any, options: Options, metadata: PrefillMetadata, out: Any, own: bool = False) -> Any:
     """One call on packed tensors. ``own``: no other call knows this metadata."""
+    if q.is_neg() or k.is_neg() or v.is_neg():  # such a view holds its values with the other sign, which no kernel knows
+        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     key = call_key(q, k, v, options)
     # A choice is kept by the metadata: preparing new metadata is how a change of the environment takes effect.
     found = metadata._memo.get(key)
@@ -104,6 +106,7 @@ def prepared_for(q: Any, k: Any, v: Any, options: Options, bounds: Bounds, has_p
     return found
 
 
+@torch.compiler.disable(reason="an eager call beside a program")  # it would be traced in pieces, anew for new lengths
 def _prepare_eager(q: Any, k: Any, v: Any, options: Options, metadata: PrefillMetadata, key: Any, own: bool) -> tuple[Prepared, Arrays]:
     if metadata.host is None:
         has_plan = metadata.plan is not None
@@ -268,8 +271,7 @@ def spec(x: torch.Tensor) -> TensorSpec:
 def check_out(out: Any, shape: tuple[int, ...], q: torch.Tensor, dtype: torch.dtype | None) -> None:
     """Refuse a buffer that the result does not fit; ``dtype`` is None where the kernel, which decides it, is not known yet."""
     good = isinstance(out, torch.Tensor) and tuple(out.shape) == shape and dtype in (None, out.dtype)
-    # A view with the negative bit holds its values with the other sign, which no kernel knows.
-    if not good or out.device != q.device or not out.is_contiguous() or out.is_neg():
+    if not good or out.device != q.device or not out.is_contiguous() or _is_negated(out):
         raise input_error("out", _described(out), f"a contiguous tensor of shape {shape}, {dtype or q.dtype}, on {q.device}")
     if out.requires_grad and torch.is_grad_enabled():
         raise input_error("out", "a tensor that requires grad in grad mode", "one that does not", "Nothing here is differentiable.")
@@ -291,8 +293,13 @@ def _span(x: torch.Tensor) -> int:
     return (sum((extent - 1) * stride for extent, stride in zip(x.shape, x.stride())) + 1) * x.element_size()
 
 
+def _is_negated(out: torch.Tensor) -> bool:
+    """Whether a view holds its values with the other sign, which no kernel knows; nor does Dynamo know how to ask."""
+    return not torch.compiler.is_dynamo_compiling() and out.is_neg()
+
+
 def _described(out: Any) -> str:
     if not isinstance(out, torch.Tensor):
         return type(out).__name__
     layout = f"strides {out.stride()}" if out.layout == torch.strided else str(out.layout)
-    return f"{tuple(out.shape)}, {out.dtype}, {out.device}, {layout}{', negative bit set' * out.is_neg()}"
+    return f"{tuple(out.shape)}, {out.dtype}, {out.device}, {layout}{', negative bit set' * _is_negated(out)}"

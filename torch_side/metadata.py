@@ -8,13 +8,13 @@ import torch
 from mla_interop import sequences
 from mla_interop.backends.base import MLAPrefillBackend
 from mla_interop.errors import MLAUnsupportedError, input_error
-from mla_interop.exchange import host_values
 from mla_interop.sequences import PrefillMetadata
 from torch_side.launch import on_device, to_device
 
 _PLANNER = "backend that plans"
 
 
+@torch.compiler.disable(reason="lengths of the host are read here; prepare them outside of the program")
 def prepare_metadata(cu_seqlens_q: Any, cu_seqlens_k: Any = None, *, device: Any = None, changing: bool = False, **options: Any) -> PrefillMetadata:
     """``mla_interop.prepare_metadata``, with its arrays on ``device`` already: no call with the result copies anything to it.
 
@@ -42,15 +42,17 @@ def prepare_metadata(cu_seqlens_q: Any, cu_seqlens_k: Any = None, *, device: Any
     for name in ("num_tokens_q", "num_tokens_k"):
         if not (metadata.bounds.padded_q if name == "num_tokens_q" else metadata.bounds.padded_k) or getattr(metadata.bounds, name) is None:
             raise input_error(name, "None with changing=True", "the number of rows of the buffers, which longer and shorter batches share")
-    # Own memory: what the caller gave must not change with it.
-    queries = arrays[0].clone()
-    keys = queries if metadata.bounds.same_lengths else arrays[1].clone()
-    made = PrefillMetadata(queries, keys, arrays[2], metadata.bounds)
+    # Own memory: what the caller gave must not change with it. Tensors of inference mode could not be changed outside of it.
+    with torch.inference_mode(False):
+        queries = arrays[0].clone()
+        keys = queries if metadata.bounds.same_lengths else arrays[1].clone()
+        made = PrefillMetadata(queries, keys, None if arrays[2] is None else arrays[2].clone(), metadata.bounds)
     if metadata.plan is not None:
         made.remember(_PLANNER, lambda: sequences.planner(options["config"], options.get("backend"), options.get("is_causal"), metadata.bounds))
     return made
 
 
+@torch.compiler.disable(reason="lengths of the host are read here; update them outside of the program")
 def update_metadata(metadata: PrefillMetadata, cu_seqlens_q: Any, cu_seqlens_k: Any = None) -> PrefillMetadata:
     """New lengths into metadata that was prepared with ``changing=True``, in place, on the current stream, without waiting for the device.
 
@@ -68,6 +70,8 @@ def update_metadata(metadata: PrefillMetadata, cu_seqlens_q: Any, cu_seqlens_k: 
         MLAInputError: The lengths do not fit the bounds; nothing was changed.
         MLAUnsupportedError: There is a work list to make, and only the device knows the lengths.
     """
+    if not isinstance(metadata, PrefillMetadata):
+        raise input_error("metadata", type(metadata).__name__, "what prepare_metadata(..., changing=True) returned")
     bounds = metadata.bounds
     if metadata.host is not None or not isinstance(metadata.cu_seqlens_q, torch.Tensor) or not (bounds.padded_q and bounds.padded_k):
         raise input_error("metadata", "lengths that calls may depend on", "what prepare_metadata(..., changing=True) returned")
@@ -89,12 +93,13 @@ def update_metadata(metadata: PrefillMetadata, cu_seqlens_q: Any, cu_seqlens_k: 
 
 
 def _padded(name: str, cu_seqlens: Any, num_seqs: int) -> Any:
-    host = host_values(cu_seqlens)
+    host = sequences.readable(name, cu_seqlens)
     values = cu_seqlens if host is None else host
     if host is not None and host.ndim == 1 and 0 < len(host) <= num_seqs:
         return np.pad(host, (0, num_seqs + 1 - len(host)), mode="edge")
-    if tuple(values.shape) != (num_seqs + 1,):
-        raise input_error(name, f"shape {tuple(values.shape)}", f"at most [{num_seqs + 1}] on the host, or exactly that on a device")
+    if tuple(getattr(values, "shape", ())) != (num_seqs + 1,):
+        got = f"shape {tuple(values.shape)}" if hasattr(values, "shape") else type(values).__name__
+        raise input_error(name, got, f"at most [{num_seqs + 1}] on the host, or exactly that on a device")
     return values
 
 
@@ -102,7 +107,7 @@ def _replanned(metadata: PrefillMetadata, checked: PrefillMetadata) -> Any:
     def unknown() -> MLAPrefillBackend:
         raise MLAUnsupportedError("update_metadata: this work list was not made by prepare_metadata(..., config=..., changing=True), which knows its maker.")
 
-    planned = metadata.remember(_PLANNER, unknown).with_plan(checked)
+    planned = metadata.remember(_PLANNER, unknown).prepare_metadata(checked)
     if tuple(planned.plan.shape) != tuple(metadata.plan.shape):
         raise MLAUnsupportedError(
             f"update_metadata: the new work list has {planned.plan.shape[0]} bytes and the old one {metadata.plan.shape[0]}; capture the graph anew."

@@ -7,6 +7,7 @@ import torch
 from mla_interop.backends.registry import parse_names
 from mla_interop.dimensions import MLADimensions
 from mla_interop.errors import input_error
+from mla_interop.prefill import number_of_scale
 from torch_side.functional import mla_prefill
 
 
@@ -20,7 +21,7 @@ class MLAPrefill(torch.nn.Module):
         backend: As in :func:`torch_side.mla_prefill`; an unknown name is refused here.
 
     Raises:
-        MLAInputError: ``dimensions`` is something else, or the backend's name is unknown.
+        MLAInputError: ``dimensions`` is something else, the scale is no number, or the backend's name is unknown.
     """
 
     def __init__(self, dimensions: MLADimensions, *, scale: float | None = None, is_causal: bool = True, backend: Any = None) -> None:
@@ -28,7 +29,7 @@ class MLAPrefill(torch.nn.Module):
         if not isinstance(dimensions, MLADimensions):
             raise input_error("dimensions", type(dimensions).__name__, "MLADimensions")
         self.dimensions = dimensions
-        self.scale = dimensions.qk_head_dim**-0.5 if scale is None else scale
+        self.scale = dimensions.qk_head_dim**-0.5 if scale is None else number_of_scale(scale)
         self.is_causal = is_causal
         self.backend = None if backend is None else parse_names("backend", backend)
 

@@ -11,13 +11,17 @@ Each argument of an operator is converted from Python and back in every call. So
 text (:class:`Fixed`), and equal lengths are passed once.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
 from typing import Any, NamedTuple
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -26,8 +30,8 @@ from mla_interop.call_forms import check_tensors, dense_call, metadata_for, refu
 from mla_interop.config import environment_key
 from mla_interop.errors import MLAInputError, input_error
 from mla_interop.exchange import TensorSpec
-from mla_interop.prefill import Options, make_options
-from mla_interop.sequences import Bounds, PrefillMetadata, dense_metadata
+from mla_interop.prefill import Options, make_options, number_of_scale
+from mla_interop.sequences import Bounds, PrefillMetadata, check_device_lengths, check_maximum, dense_metadata
 from torch_side.launch import DTYPE_NAMES, call, call_key, check_out, find_shared, launch, no_memory, on_device, prepared_for
 
 _ARGUMENTS = (
@@ -38,6 +42,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _NO_BOUNDS = Bounds(0, None, None, True, True, None, None)
 _library = torch.library.Library("mla_interop", "DEF")
 _forward_ad = torch.autograd.forward_ad
+_FUNCTIONAL = torch._C._TorchDispatchModeKey.FUNCTIONAL
 
 
 class Fixed(NamedTuple):
@@ -75,12 +80,15 @@ def traced_call(q: Any, k: Any, v: Any, lengths: tuple[Any, ...], check: bool, o
         MLAInputError: An argument is wrong, or would become part of the program (``check``, lengths of the host).
     """
     scale, is_causal, return_lse, backend, fallback, padding = options
+    is_causal, return_lse, fallback = _flag(is_causal), _flag(return_lse), _flag(fallback)
     if scale is not None and type(scale) is not float:
-        scale = make_options(scale, True, False, None, False, "finite").scale
+        scale = number_of_scale(scale)
     if check:
         raise input_error("check", "True inside compiled code", "False", "Reading lengths back would be a host sync in every call.")
     if q.dim() == 4:
         refuse_lengths(lengths)
+    if out is not None:
+        check_out(out, (*q.shape[:-1], v.shape[-1]), q, None)
     arrays, bounds = _lengths(q, k, *lengths)
     arguments = (*arrays, scale, _text(bounds, is_causal, return_lse, backend, fallback, padding))
     if out is None:
@@ -96,9 +104,15 @@ def _lengths(q: Any, k: Any, metadata: Any, cu_seqlens_q: Any, cu_seqlens_k: Any
     none_given = cu_seqlens_q is None and cu_seqlens_k is None and max_seqlen_q is None and max_seqlen_k is None
     if metadata is None and none_given:
         return (None,) * 7, (False, False, False, None)
-    if metadata is None and isinstance(cu_seqlens_q, torch.Tensor) and (cu_seqlens_k is None or isinstance(cu_seqlens_k, torch.Tensor)):
+    recorded = _recorded()
+    both = isinstance(cu_seqlens_q, torch.Tensor) and (cu_seqlens_k is None or isinstance(cu_seqlens_k, torch.Tensor))
+    # Where a mode only watches, tensors of the CPU are lengths that the host knows, as they are without it.
+    if metadata is None and both and (recorded or isinstance(cu_seqlens_q, FakeTensor)):
+        for name, given in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+            if not isinstance(given, torch.SymInt):
+                check_maximum(name, given)
         return (cu_seqlens_q, cu_seqlens_k, None, None, None, max_seqlen_q, max_seqlen_k), (True, True, cu_seqlens_k is None, None)
-    if metadata is None and torch.compiler.is_compiling():
+    if metadata is None and recorded:
         got = "None" if cu_seqlens_q is None else type(cu_seqlens_q).__name__
         raise input_error("cu_seqlens_q", f"{got} inside compiled code", "int32 tensors, or metadata", "Values of the host would become part of the program.")
     if not none_given or not isinstance(metadata, PrefillMetadata):
@@ -107,19 +121,36 @@ def _lengths(q: Any, k: Any, metadata: Any, cu_seqlens_q: Any, cu_seqlens_k: Any
     cu_q, cu_k, plan = metadata.cu_seqlens_q, None if b.same_lengths else metadata.cu_seqlens_k, metadata.plan
     for array in (cu_q, cu_k, plan):
         if array is not None and not isinstance(array, torch.Tensor):
-            cu_q, cu_k, plan = _moved(metadata, q.device)
+            cu_q, cu_k, plan = _moved(metadata, q)
             break
     return (cu_q, cu_k, plan, b.num_tokens_q, b.num_tokens_k, b.max_seqlen_q, b.max_seqlen_k), (b.padded_q, b.padded_k, b.same_lengths, b.plan_for)
 
 
-def _moved(metadata: PrefillMetadata, device: torch.device) -> Any:
+def _recorded() -> bool:
+    """Whether calls become part of a program: that of Dynamo, which traces this function, or of a tracer that runs it. Each is one thread's own,
+    which ``torch.compiler.is_compiling()`` is not: an eager call beside a thread that compiles would be taken for a compiled one."""
+    return torch.compiler.is_dynamo_compiling() or get_proxy_mode() is not None or torch._C._get_dispatch_mode(_FUNCTIONAL) is not None
+
+
+def _flag(value: Any) -> Any:
+    """A flag that depends on sizes is decided when a program is traced, and guarded."""
+    if isinstance(value, (bool, torch.SymBool)):
+        return True if value else False  # noqa: SIM210  of bool(), Dynamo makes another symbol
+    return value
+
+
+def _moved(metadata: PrefillMetadata, q: Any) -> Any:
     """Lengths from the host under a mode that only watches; where calls are recorded, they would be recorded too."""
-    if torch.compiler.is_compiling() or get_proxy_mode() is not None:
+    if _recorded():
         raise input_error(
             "metadata", "lengths in host memory inside compiled code", "prepare_metadata(..., device=q.device)", "Its tensors are inputs of the program."
         )
-    with _disable_current_modes():
-        cu_q, cu_k, plan = on_device(metadata, device)
+    if isinstance(q, FakeTensor):  # its device need not exist
+        arrays = (metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.plan)
+        cu_q, cu_k, plan = (x if x is None else q.new_empty(x.shape, dtype=getattr(torch, x.dtype.name)) for x in arrays)
+    else:
+        with _disable_current_modes(), temporarily_clear_interpreter_stack():  # they are kept, and outlive modes and transformations
+            cu_q, cu_k, plan = on_device(metadata, q.device)
     return cu_q, None if metadata.bounds.same_lengths else cu_k, plan
 
 
@@ -160,9 +191,12 @@ def _run(
         made = _run_equal(q, k, v, _options(text, scale, return_lse), out)
     else:
         rest = return_lse, num_q, num_k, max_q, max_k, scale, text
-        key = call_key(q, k, v, rest), cu_q.shape, plan is None
+        key = call_key(q, k, v, rest), cu_q.shape, cu_q.dtype, None if cu_k is None else (cu_k.shape, cu_k.dtype), plan is None
         prepared = find_shared(key)
         if prepared is None:
+            check_device_lengths(cu_q, cu_k)
+            check_maximum("max_seqlen_q", max_q)
+            check_maximum("max_seqlen_k", max_k)
             fixed = _parsed(text)
             bounds = Bounds(cu_q.shape[0] - 1, num_q, num_k, fixed.padded_q, fixed.padded_k, max_q, max_k, fixed.same_lengths, fixed.plan_for)
             prepared = prepared_for(q, k, v, _options(text, scale, return_lse), bounds, plan is not None, key)
@@ -190,16 +224,17 @@ def _run_equal(q: Any, k: Any, v: Any, options: Options, out: Any) -> Any:
     return dense_call(q, k, v, (), lambda q, k, v, metadata: call(q, k, v, options, metadata, out))
 
 
-def _fake(return_lse: bool, has_out: bool, q: Any, k: Any, v: Any, cu_q: Any, *_: Any) -> Any:
+def _fake(return_lse: bool, has_out: bool, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *_: Any) -> Any:
     """The checks that need no values, and results without data."""
     if not q.dim() == k.dim() == v.dim() or q.dim() not in (3, 4):
         raise input_error("q, k, v", f"{q.dim()}, {k.dim()}, {v.dim()} dimensions", "all packed [tokens, heads, dim] or all dense [batch, tokens, heads, dim]")
-    packed = [x if x.dim() == 3 else x[0] for x in (q, k, v)]
-    device = q.device
-    specs = [TensorSpec(tuple(x.shape), None, DTYPE_NAMES.get(x.dtype, str(x.dtype)), x.device.type, x.device.index or 0) for x in packed]
+    specs = [TensorSpec(tuple(x.shape[-3:]), None, DTYPE_NAMES.get(x.dtype, str(x.dtype)), x.device.type, x.device.index or 0) for x in (q, k, v)]
     check_tensors(*specs)
-    if cu_q is not None and cu_q.device != device:
-        raise input_error("cu_seqlens_q", f"device {cu_q.device}", f"q's device, {device}")
+    if cu_q is not None:
+        if cu_q.device != q.device:
+            raise input_error("cu_seqlens_q", f"device {cu_q.device}", f"q's device, {q.device}")
+        with contextlib.suppress(GuardOnDataDependentSymNode):  # of sizes that only data decide, the call itself says it
+            check_device_lengths(cu_q, cu_k)
     lse = None
     if return_lse:
         batch = q.shape[:-3]  # none for packed tensors
@@ -219,6 +254,8 @@ def check_grad(q: Any, k: Any, v: Any) -> None:
         MLAInputError: A tensor requires grad in grad mode, or carries a tangent.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if torch.compiler.is_dynamo_compiling() and _transforming():
+            x = x.view_as(x)  # Dynamo does not know that the argument of torch.func.grad itself requires grad
         if x.requires_grad and torch.is_grad_enabled():
             what = "a tensor that requires grad in grad mode"
         elif _forward_ad._current_level >= 0 and _forward_ad.unpack_dual(x).tangent is not None:
@@ -229,6 +266,11 @@ def check_grad(q: Any, k: Any, v: Any) -> None:
             f"{name}: got {what}; allowed: inference only, for now. "
             "Call under torch.no_grad() or torch.inference_mode(), or detach it; backend='REFERENCE' code in JAX is differentiable."
         )
+
+
+@torch.compiler.assume_constant_result
+def _transforming() -> bool:
+    return torch._C._are_functorch_transforms_active()
 
 
 def _vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:

@@ -254,3 +254,10 @@ def test_metadata_that_was_used_can_be_copied_and_sent() -> None:
     for again in (copy.deepcopy(metadata), copy.copy(metadata), pickle.loads(pickle.dumps(metadata))):
         assert again.bounds == metadata.bounds and again.host is not None
         assert torch.equal(torch_side.mla_prefill(*tensors, metadata=again), expected)
+
+
+@pytest.mark.parametrize("value", [1, 0, "full", np.True_])
+def test_the_mask_of_a_work_list_is_a_bool(value: Any) -> None:
+    """1 == True would pass, and a text would be ignored where there is no list to make."""
+    with pytest.raises(MLAInputError, match="is_causal: got .*; allowed: True, False or None"):
+        prepare_metadata([0, 3], is_causal=value)

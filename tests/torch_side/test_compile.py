@@ -136,7 +136,7 @@ def test_a_call_has_few_guards() -> None:
         return counts[-1]
 
     least = guards_of(lambda q, k, v, metadata: q + k + v.sum() + metadata.cu_seqlens_q.sum())
-    assert guards_of(lambda q, k, v, metadata: torch_side.mla_prefill(q, k, v, metadata=metadata)) - least <= 55
+    assert guards_of(lambda q, k, v, metadata: torch_side.mla_prefill(q, k, v, metadata=metadata)) - least <= 57
 
 
 def test_one_sequence_and_a_dense_batch() -> None:
@@ -227,7 +227,7 @@ def test_make_fx_records_the_operator_and_no_lengths(mode: str) -> None:
     other, fresh_inputs = bucket(*BATCHES[1]), arrays(seed=5)
     made = graph(*fresh_inputs, other.cu_seqlens_q, other.cu_seqlens_k)
     assert torch.equal(made, torch_side.mla_prefill(*fresh_inputs, metadata=other))
-    with pytest.raises(MLAInputError, match=r"metadata: got lengths in host memory inside compiled code; allowed: prepare_metadata\(..., device=q.device\)"):
+    with pytest.raises(MLAInputError, match="cu_seqlens_q: got list inside compiled code; allowed: int32 tensors, or metadata"):
         make_fx(lambda q: torch_side.mla_prefill(q, q, q, cu_seqlens_q=[0, 12]), tracing_mode=mode)(inputs[0])
 
 

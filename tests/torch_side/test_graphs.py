@@ -142,7 +142,7 @@ def test_a_work_list_is_copied_and_must_keep_its_size() -> None:
     """FlashInfer's: same bytes as a plan made for the new lengths."""
 
     class Planner:
-        def with_plan(self, metadata: Any) -> Any:
+        def prepare_metadata(self, metadata: Any) -> Any:
             return metadata.with_arrays(metadata.cu_seqlens_q, metadata.cu_seqlens_k, np.full(size, metadata.host.total_q, np.uint8))
 
     size = 4
@@ -156,4 +156,40 @@ def test_a_work_list_is_copied_and_must_keep_its_size() -> None:
     size = 5
     with pytest.raises(MLAUnsupportedError, match="new work list has 5 bytes and the old one 4; capture the graph anew"):
         torch_side.update_metadata(metadata, *BATCHES[2])
+    assert metadata.cu_seqlens_q.tolist() == BATCHES[1][0]
+
+
+def test_the_list_is_made_by_the_backends_own_method() -> None:
+    """A third party's backend may have one of its own in place of ``Kernel.plan``: prepare_metadata asks that, so update_metadata must."""
+    asked = []
+
+    class Own:
+        def prepare_metadata(self, metadata: Any) -> Any:
+            asked.append(metadata.host.total_q)
+            return metadata.with_arrays(metadata.cu_seqlens_q, metadata.cu_seqlens_k, np.full(3, metadata.host.total_q, np.uint8))
+
+        def with_plan(self, metadata: Any) -> Any:
+            return metadata
+
+    metadata = changing(*BATCHES[0])
+    metadata = metadata.with_arrays(metadata.cu_seqlens_q, metadata.cu_seqlens_k, torch.zeros(3, dtype=torch.uint8))
+    metadata.remember("backend that plans", Own)
+    torch_side.update_metadata(metadata, *BATCHES[1])
+    assert asked == [12] and metadata.plan.tolist() == [12, 12, 12]
+
+
+@pytest.mark.parametrize(
+    "given", [5, "a", {0, 3}, [[0, 3], [1]], torch._neg_view(torch.tensor([0, -3, -9], dtype=torch.int32)), changing([0, 3], [0, 8])], ids=type
+)
+def test_what_is_no_lengths_is_refused_in_words(given: Any) -> None:
+    with pytest.raises(MLAInputError, match="cu_seqlens_q: got"):
+        torch_side.update_metadata(changing(*BATCHES[0]), given, BATCHES[0][1])
+    with pytest.raises(MLAInputError, match="metadata: got int; allowed: what prepare_metadata"):
+        torch_side.update_metadata(5, *BATCHES[0])  # pyright: ignore[reportArgumentType]
+
+
+def test_lengths_that_were_prepared_in_inference_mode_change_outside_of_it() -> None:
+    with torch.inference_mode():
+        metadata = changing(*BATCHES[0])
+    torch_side.update_metadata(metadata, *BATCHES[1])
     assert metadata.cu_seqlens_q.tolist() == BATCHES[1][0]
