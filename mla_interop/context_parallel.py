@@ -46,14 +46,15 @@ def share_of(cu_seqlens_q: Any, cu_seqlens_k: Any, first_row: Any, rows: int, is
     keys = xp.astype(end - begin, xp.int32)
     # Rows of the run before the first sequence's part do not exist: runs and sequences are both contiguous.
     partly = xp.minimum(xp.maximum(end - (lengths_k - lengths_q), zero), lengths_q) if is_causal else zero
-    return Share(_interleaved(xp, partly, lengths_q - partly), _interleaved(xp, keys, zero), _interleaved(xp, zero, keys))
+    start = xp.zeros_like(cu_seqlens_q[:1])  # also of no sequences
+    return Share(_interleaved(xp, start, partly, lengths_q - partly), _interleaved(xp, start, keys, zero), _interleaved(xp, start, zero, keys))
 
 
-def _interleaved(xp: Any, first: Any, second: Any) -> Any:
-    """Cumulative lengths of sequences that are each two."""
+def _interleaved(xp: Any, start: Any, first: Any, second: Any) -> Any:
+    """Cumulative lengths of sequences that are each two; ``start`` is what they begin with, 0."""
     lengths = xp.reshape(xp.stack([first, second], axis=1), (-1,))
     sums = xp.cumulative_sum(lengths, axis=0, dtype=xp.int32) if hasattr(xp, "cumulative_sum") else xp.cumsum(lengths, axis=0, dtype=xp.int32)
-    return xp.concat([xp.zeros_like(sums[:1]), sums])
+    return xp.concat([start, sums])
 
 
 def contribution(out: Any, lse: Any, all_lse: Any) -> tuple[Any, Any]:

@@ -307,7 +307,7 @@ def _tokens(name: str, stated: int | None, cu_seqlens: np.ndarray | None) -> tup
     if stated is None:
         return total, total is None
     if type(stated) is not int and type(stated).__name__ not in _SYMBOLIC:
-        _check_integer(name, stated)
+        check_integer(name, stated)
     if (total is None and isinstance(stated, int) and stated < 0) or (total is not None and stated < total):
         allowed = "0 or more" if total is None else f"at least the last cumulative length, {total}"
         raise input_error(name, f"{stated} tokens", allowed)
@@ -322,12 +322,17 @@ def check_maximum(name: str, stated: int | None, cu_seqlens: np.ndarray | None =
     """
     if stated is None:
         return
-    _check_integer(name, stated)
+    check_integer(name, stated)
     truth = None if cu_seqlens is None else int(np.diff(cu_seqlens).max(initial=0))
     if stated < 0 or (truth is not None and stated < truth):
         raise input_error(name, str(stated), "a non-negative upper bound" if truth is None else f"at least the longest sequence, {truth}")
 
 
-def _check_integer(name: str, stated: object) -> None:
+def check_integer(name: str, stated: object) -> None:
+    """Refuse what is no integer of the host.
+
+    Raises:
+        MLAInputError: See above.
+    """
     if not isinstance(stated, (int, np.integer)) or isinstance(stated, bool):
         raise MLAInputError(f"{name}: got {type(stated).__name__}; allowed: a Python integer on the host, or None. A device scalar would need a sync.")

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from mla_interop.context_parallel import contribution, share_of
 from mla_interop.errors import MLAInputError, input_error
 from mla_interop.lse import merge
-from mla_interop.sequences import PrefillMetadata
+from mla_interop.sequences import PrefillMetadata, check_integer
 from mla_interop.sequences import prepare_metadata as prepare_neutral
 from torch_side.functional import mla_prefill
 from torch_side.metadata import prepare_metadata
@@ -71,6 +71,9 @@ def context_parallel_mla_prefill(
         raise MLAInputError("group: got no process group; allowed: one of torch.distributed. Call torch.distributed.init_process_group first.")
     if dist.get_rank(group) < 0:
         raise input_error("group", "a group without this process", "a group that it belongs to")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise input_error(name, type(x).__name__, "a torch.Tensor")
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         raise input_error("q, k, v", f"{q.dim()}, {k.dim()}, {v.dim()} dimensions", "packed [tokens, heads, dim]")
     if metadata is None:
@@ -114,6 +117,11 @@ def prepare_context_parallel_metadata(
     Raises:
         MLAInputError: The lengths, ``first_row`` or ``rows`` cannot be.
     """
+    if is_causal is not True and is_causal is not False:
+        raise input_error("is_causal", repr(is_causal), "True or False")
+    for name, value in (("rows", rows), ("first_row", first_row)):
+        if value is not None:
+            check_integer(name, value)
     whole = prepare_neutral(cu_seqlens_q, cu_seqlens_k, num_tokens_q=num_tokens_q)
     first = dist.get_rank(group) * rows if first_row is None else first_row
     if first < 0 or rows < 0:
@@ -131,7 +139,7 @@ def prepare_context_parallel_metadata(
 def _check(metadata: Any, k: torch.Tensor, is_causal: bool) -> None:
     if not isinstance(metadata, ContextParallelMetadata):
         raise input_error("metadata", type(metadata).__name__, "what prepare_context_parallel_metadata returns")
-    if (metadata.causal is not None) != is_causal:
+    if is_causal is not (metadata.causal is not None):
         prepared = "with" if metadata.causal is not None else "without"
         raise input_error("is_causal", is_causal, f"the mask that the metadata was prepared for: {prepared} the causal one")
     if k.shape[0] != metadata.rows:
@@ -139,10 +147,11 @@ def _check(metadata: Any, k: torch.Tensor, is_causal: bool) -> None:
 
 
 def _sum(out: torch.Tensor, lse: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    all_lse = lse.new_empty(dist.get_world_size(group) * lse.shape[0], lse.shape[1])
+    ranks = dist.get_world_size(group)
+    all_lse = lse.new_empty(ranks * lse.shape[0], lse.shape[1])
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 warns of the second in every call
     gather(all_lse, lse.contiguous(), group=group)
-    part, whole = contribution(out, lse, all_lse.view(-1, *lse.shape))
+    part, whole = contribution(out, lse, all_lse.view(ranks, *lse.shape))
     part = part.contiguous()  # it has the layout of lse's transpose; NCCL takes no such tensor, though gloo does
     dist.all_reduce(part, group=group)
     return part.to(out.dtype), whole

@@ -69,12 +69,23 @@ def context_parallel(rank: int, world: int, device: str) -> None:
         q[: part * world], *(x[: part * world][rank * part :][:part] for x in (k, v)), cu_seqlens_q=[0, part * world]
     )
     assert alone.shape == (part * world, HEADS, 128)
-    try:
-        torch_side.context_parallel_mla_prefill(q, k, v, cu_seqlens_q=cu_q, padding="some")
-    except MLAInputError as refusal:
-        assert "padding: got 'some'" in str(refusal)  # noqa: PT017
-    else:
-        raise AssertionError("padding reaches the calls")
+    for rows, ends in ((0, [0, 0]), (0, [0]), (5, [0])):  # no queries, no sequences, padding alone
+        out, lse = torch_side.context_parallel_mla_prefill(q[:rows], k[:3], v[:3], cu_seqlens_q=ends, return_lse=True)
+        assert out.shape == (rows, HEADS, 128) and not out.any() and lse.shape == (HEADS, rows) and bool(lse.isneginf().all())
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"padding": "some"}, "padding: got 'some'"),
+        ({"first_row": 1.5}, "first_row: got float"),
+        ({"first_row": torch.tensor(0)}, "first_row: got Tensor"),
+        ({"is_causal": 1}, "is_causal: got 1"),
+        ({"v": None}, "v: got NoneType; allowed: a torch.Tensor"),
+    ]
+    for options, words in wrong:
+        try:
+            torch_side.context_parallel_mla_prefill(**{"q": q, "k": k, "v": v, "cu_seqlens_q": cu_q, **options})
+        except MLAInputError as refusal:
+            assert words in str(refusal)  # noqa: PT017
+        else:
+            raise AssertionError(words)
 
 
 def sharded_heads(rank: int, world: int, device: str) -> None:
