@@ -19,8 +19,9 @@ from mla_interop.chunks import ContextShard as ContextShard
 from mla_interop.chunks import context_bucket as context_bucket
 from mla_interop.chunks import even_chunks, plan_chunks
 from mla_interop.errors import MLAInputError, input_error
+from mla_interop.lengths import INT32_MAX, readable
 from mla_interop.selector_config import MLAPrefillSelectorConfig
-from mla_interop.sequences import INT32_MAX, PrefillMetadata, prepare_metadata, readable
+from mla_interop.sequences import PrefillMetadata, prepare_metadata
 
 
 @dataclass(frozen=True)

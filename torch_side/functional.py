@@ -11,8 +11,8 @@ from mla_interop.prefill import make_options
 from mla_interop.sequences import PrefillMetadata
 from torch_side.launch import call, check_out
 from torch_side.metadata import prepare_metadata as prepare_metadata
-from torch_side.op import check_grad, traced_call
 from torch_side.sharding import distributed_call, is_distributed
+from torch_side.tracing import check_grad, traced_call
 
 _TENSOR = torch.Tensor
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl

@@ -8,6 +8,7 @@ import torch
 from mla_interop import sequences
 from mla_interop.backends.base import MLAPrefillBackend
 from mla_interop.errors import MLAUnsupportedError, input_error
+from mla_interop.lengths import readable
 from mla_interop.sequences import PrefillMetadata
 from torch_side.launch import on_device, to_device
 
@@ -93,7 +94,7 @@ def update_metadata(metadata: PrefillMetadata, cu_seqlens_q: Any, cu_seqlens_k: 
 
 
 def _padded(name: str, cu_seqlens: Any, num_seqs: int) -> Any:
-    host = sequences.readable(name, cu_seqlens)
+    host = readable(name, cu_seqlens)
     values = cu_seqlens if host is None else host
     if host is not None and host.ndim == 1 and 0 < len(host) <= num_seqs:
         return np.pad(host, (0, num_seqs + 1 - len(host)), mode="edge")

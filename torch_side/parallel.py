@@ -7,8 +7,9 @@ import torch.distributed as dist
 
 from mla_interop.context_parallel import contribution, share_of
 from mla_interop.errors import MLAInputError, input_error
+from mla_interop.lengths import check_integer
 from mla_interop.lse import merge
-from mla_interop.sequences import PrefillMetadata, check_integer
+from mla_interop.sequences import PrefillMetadata
 from mla_interop.sequences import prepare_metadata as prepare_neutral
 from torch_side.functional import mla_prefill
 from torch_side.metadata import prepare_metadata
