@@ -19,7 +19,7 @@ from mla_interop.progress import told, within  # noqa: E402
 LONG = {
     "warmup": (["warmup", "--gpu", "cpu", "--backend", "CPU_SDPA", "--no-jax"], "building CPU_SDPA"),
     "compare": (["compare", "--heads", "2", "--tokens", "5,9", "--backend", "REFERENCE", "--no-picture"], "REFERENCE from torch"),
-    "tune": (["tune", "--device", "cpu", "--dtype", "float32", "--heads", "2", "--seconds", "2"], "REFERENCE.xp"),
+    "tune": (["tune", "--device", "cpu", "--dtype", "float32", "--heads", "2", "--seconds", "120"], "REFERENCE.xp"),
     "bench": (["bench", "--device", "cpu", "--problems", CPU_PROBLEMS[0].name, "--only", "none of them"], "what surrounds the kernels"),
     "doctor": (["doctor", "--self-check"], "checking REFERENCE.xp on cpu"),
     "demo": (["demo", "--max-tokens", "16"], "the answer in float64"),
