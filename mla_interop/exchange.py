@@ -12,8 +12,6 @@ from mla_interop.errors import input_error
 
 # DLPack's device types (dlpack.h): the ones that kernels run on.
 DLPACK_DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}
-
-
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 

@@ -81,11 +81,21 @@ def _device_lengths(name: str, array: Any) -> Any:
 
 
 def check_same_shape(array_q: Any, array_k: Any) -> None:
+    """Refuse lengths of keys for another number of sequences.
+
+    Raises:
+        MLAInputError: See above.
+    """
     if array_q.shape != array_k.shape:
         raise input_error("cu_seqlens_k", f"shape {tuple(array_k.shape)}", f"the shape of cu_seqlens_q, {tuple(array_q.shape)}")
 
 
 def checked_tokens(name: str, stated: int | None, cu_seqlens: np.ndarray | None) -> tuple[int | None, bool]:
+    """The rows of a buffer, stated or where the host knows the lengths their sum, and whether there may be rows past the last sequence.
+
+    Raises:
+        MLAInputError: Stated are fewer rows than the lengths have tokens, or no number of them.
+    """
     total = None if cu_seqlens is None else int(cu_seqlens[-1])
     if stated is None:
         return total, total is None

@@ -84,8 +84,8 @@ def measure(
     rows, parts = [], [(problem, dtype) for problem in problems for dtype in dtypes]
     pairs: list[dict[str, Any]] = []
     for index, (problem, dtype) in enumerate(parts):
-        for row in _rows(problem, device, dtype, only, functools.partial(progress, index / (len(parts) + 1)), pairs, report):
-            rows.append(row)
+        for row in _rows(problem, device, dtype, only, functools.partial(progress, index / (len(parts) + 1))):
+            (pairs if "names" in row else rows).append(row)
             report(row)
     progress(len(parts) / (len(parts) + 1), "what surrounds the kernels")
     ceiling = [matrix_product(device, dtype) for dtype in dtypes]  # right after the rows, when the device is as warm as it was for them
@@ -93,15 +93,8 @@ def measure(
     return {"environment": environment(device), "rows": rows, "pairs": pairs, **around}
 
 
-def _rows(
-    problem: Problem,
-    device: str,
-    dtype: str,
-    only: str,
-    starting: Callable[[str], None],
-    pairs: list[dict[str, Any]],
-    report: Callable[[dict[str, Any]], None],
-) -> Iterator[dict[str, Any]]:
+def _rows(problem: Problem, device: str, dtype: str, only: str, starting: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """The rows of a problem, and its pairs, which have ``names``."""
     starting(f"{problem.name}, {dtype}: the answer in float64")
     q, k, v = inputs(problem, device, dtype)
     truth = expected(problem, q, k, v)
@@ -131,9 +124,7 @@ def _rows(
             rows.append(head)
         times = side_by_side(runs, target_s=0.02)
         starting(f"{problem.name}, {dtype}: what is close, from {framework}")
-        for pair in _pairs(rows, runs):
-            pairs.append(pair)
-            report(pair)
+        yield from _pairs(rows, runs)
         for number, row in enumerate(rows):
             if number in times:
                 row |= times[number]

@@ -30,7 +30,6 @@ PROVEN_VERSIONS = ((0, 6, 14), (0, 7, 4))
 DTYPES = ("float16", "bfloat16")
 # Generation 3 has more sizes, but those of 64 use another tile.
 HEAD_DIMS_3 = ((128, 128), (192, 128), (256, 256))
-# Generation 2 computes offsets in 32 bits: tokens times token stride must stay below this, for q, k, v and out each.
 # Masked scores are -5e4 before scaling in both (flashinfer-ai/flashinfer#4451): a smaller scale would give them weight.
 MIN_SCALE = 2e-3
 

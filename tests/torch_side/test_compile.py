@@ -20,16 +20,9 @@ import torch_side  # noqa: E402
 from mla_interop import MLAInputError  # noqa: E402
 from torch_side.op import prefill_lse_op, prefill_lse_out_op, prefill_op, prefill_out_op  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 R1 = mla_interop.MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 HEADS, T, S = 3, 12, 17
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Any:
-    """Dynamo counts recompilations per code object, across tests."""
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
 
 
 def arrays(tokens: int = T, keys: int = S, seed: int = 0) -> tuple[Any, Any, Any]:

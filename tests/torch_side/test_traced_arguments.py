@@ -18,15 +18,9 @@ import torch_side  # noqa: E402
 from mla_interop import MLAInputError  # noqa: E402
 from torch_side.op import prefill_lse_op  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 HEADS, T, S = 3, 12, 17
 CU_Q, CU_K = [0, 3, 12], [0, 8, 17]
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Any:
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
 
 
 def arrays(tokens: int = T, keys: int = S, seed: int = 0) -> tuple[Any, Any, Any]:

@@ -108,7 +108,7 @@ class Order {
  public:
   Order(const std::vector<Tile>& tiles, int64_t heads, int64_t num_sms) : heads_(heads), by_cost_(tiles.size()) {
     const int64_t count = std::max<int64_t>(1, tiles.size());
-    group_ = std::min(heads, ceil_div(kTilesOfAGroup * num_sms, count));
+    group_ = std::max<int64_t>(1, std::min(heads, ceil_div(kTilesOfAGroup * num_sms, count)));
     std::iota(by_cost_.begin(), by_cost_.end(), 0);
     std::stable_sort(by_cost_.begin(), by_cost_.end(), [&](int32_t a, int32_t b) { return tiles[a].cost > tiles[b].cost; });
   }
