@@ -152,7 +152,7 @@ def write_latent_cache(cache: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tens
         return
     places = cache.shape[0] * cache.shape[1]
     # A GPU's are not read back, and in a program that is being traced there are none.
-    known = slot_mapping.device.type == "cpu" and type(slot_mapping) is torch.Tensor and not torch.compiler.is_compiling()
+    known = slot_mapping.device.type == "cpu" and type(slot_mapping) is torch.Tensor and not torch.compiler.is_dynamo_compiling()
     if known and int(slot_mapping.max()) >= places:
         raise input_error("slot_mapping", f"slot {int(slot_mapping.max())}", f"slots of the cache, up to {places - 1}")
     # A token without a slot repeats the first token that has one, which writes the same twice; and if none has, what slot 0 holds already.

@@ -57,9 +57,13 @@ find_shared = _shared.get
 
 
 def call(q: Any, k: Any, v: Any, options: Options, metadata: PrefillMetadata, out: Any, own: bool = False) -> Any:
-    """One call on packed tensors. ``own``: no other call knows this metadata."""
+    """One call on packed tensors. ``own``: no other call knows this metadata.
+
+    Raises:
+        MLAInputError: A tensor is a view with the negative bit, or has no memory.
+    """
     if q.is_neg() or k.is_neg() or v.is_neg():  # such a view holds its values with the other sign, which no kernel knows
-        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+        raise input_error("q, k, v", "a view with the negative bit", "tensors that hold their values", "resolve_neg() makes one.")
     key = call_key(q, k, v, options)
     # A choice is kept by the metadata: preparing new metadata is how a change of the environment takes effect.
     found = metadata._memo.get(key)
