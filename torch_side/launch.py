@@ -62,15 +62,22 @@ def call(q: Any, k: Any, v: Any, options: Options, metadata: PrefillMetadata, ou
     Raises:
         MLAInputError: A tensor is a view with the negative bit, or has no memory.
     """
+    prepared, arrays = prepared_call(q, k, v, options, metadata, own)
+    return launch(prepared, arrays, q, k, v, out)
+
+
+def prepared_call(q: Any, k: Any, v: Any, options: Options, metadata: PrefillMetadata, own: bool = False) -> tuple[Prepared, Arrays]:
+    """What :func:`call` launches; found where a call like it was prepared before.
+
+    Raises:
+        MLAInputError: As there.
+    """
     if q.is_neg() or k.is_neg() or v.is_neg():  # such a view holds its values with the other sign, which no kernel knows
         raise input_error("q, k, v", "a view with the negative bit", "tensors that hold their values", "resolve_neg() makes one.")
     key = call_key(q, k, v, options)
     # A choice is kept by the metadata: preparing new metadata is how a change of the environment takes effect.
     found = metadata._memo.get(key)
-    if found is None:
-        found = metadata.remember(key, lambda: _prepare_eager(q, k, v, options, metadata, key, own))
-    prepared, arrays = found
-    return launch(prepared, arrays, q, k, v, out)
+    return found or metadata.remember(key, lambda: _prepare_eager(q, k, v, options, metadata, key, own))
 
 
 def call_key(q: Any, k: Any, v: Any, options: Any) -> Any:

@@ -4,6 +4,9 @@
 they are ``prefill_out``, which writes into it and returns nothing, and ``prefill_lse_out``, which returns lse. Calls outside of any tracing do not come
 here: they launch directly.
 
+Each has two implementations. The one here, in Python, serves any call; the one in C++ (``kernels/torch_op.py``) is registered by the first call, and serves
+whatever is like a call that was served before, without Python: what a program calls ten times a layer must not cost more than the kernel takes.
+
 Lengths that the host knows do not enter a compiled program; what does are the bounds of the metadata (``sequences.Bounds``), so that new
 lengths inside the same bounds do not recompile. When the program runs, the kernel is selected for the shapes that arrive, and kept.
 
@@ -25,7 +28,8 @@ from mla_interop.exchange import TensorSpec
 from mla_interop.lengths import check_device_lengths, check_maximum
 from mla_interop.prefill import Options
 from mla_interop.sequences import Bounds, PrefillMetadata, dense_metadata
-from torch_side.launch import DTYPE_NAMES, call, call_key, check_out, find_shared, launch, no_memory, on_device, prepared_for
+from mla_interop.kernels import torch_op
+from torch_side.launch import DTYPE_NAMES, Arrays, Prepared, call_key, check_out, find_shared, launch, no_memory, on_device, prepared_call, prepared_for
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? plan, SymInt? num_tokens_q, SymInt? num_tokens_k, "
@@ -94,9 +98,11 @@ def _run(
             prepared = prepared_for(q, k, v, _options(text, scale, return_lse), bounds, plan is not None, key)
         if cu_k is None:
             cu_k = cu_q
-        if cu_q.device != q.device or cu_k.device != q.device or not (cu_q.is_contiguous() and cu_k.is_contiguous()):
-            cu_q, cu_k, plan = on_device(PrefillMetadata(cu_q, cu_k, plan, _NO_BOUNDS), q.device)  # refuses the one, copies the other
-        made = launch(prepared, (cu_q, cu_k, plan), q, k, v, out)
+        given = cu_q.device == q.device and cu_k.device == q.device and cu_q.is_contiguous() and cu_k.is_contiguous()
+        arrays = (cu_q, cu_k, plan) if given else on_device(PrefillMetadata(cu_q, cu_k, plan, _NO_BOUNDS), q.device)  # refuses the one, copies the other
+        made = launch(prepared, arrays, q, k, v, out)
+        if given:
+            _remember(prepared, (None, None, None))
     if out is None:
         return made
     return made[1] if return_lse else None
@@ -108,12 +114,29 @@ def _options(text: str, scale: float | None, return_lse: bool) -> Options:
 
 
 def _run_equal(q: Any, k: Any, v: Any, options: Options, out: Any) -> Any:
+    """Sequences of equal lengths: a dense batch, or one packed sequence."""
+
+    def run(q: Any, k: Any, v: Any, metadata: PrefillMetadata) -> Any:
+        prepared, arrays = prepared_call(q, k, v, options, metadata)
+        made = launch(prepared, arrays, q, k, v, out)
+        _remember(prepared, arrays)
+        return made
+
     if q.dim() != 4:
-        return call(q, k, v, options, dense_metadata(1, q.shape[0], k.shape[0]), out)
+        return run(q, k, v, dense_metadata(1, q.shape[0], k.shape[0]))
     if out is not None:
         check_out(out, (*q.shape[:3], v.shape[-1]), q, None)
         out = out.flatten(0, 1)
-    return dense_call(q, k, v, (), lambda q, k, v, metadata: call(q, k, v, options, metadata, out))
+    return dense_call(q, k, v, (), run)
+
+
+def _remember(prepared: Prepared, arrays: Arrays) -> None:
+    """Let C++ serve calls like this one, where all that is left to do is the launch of a native kernel.
+
+    ``arrays``: Lengths and work list that are not among the operator's arguments.
+    """
+    if prepared.runs == "kernel" and prepared.adjust is None and not prepared.no_capture:
+        torch_op.remember(prepared.launch, prepared.out_dtype, prepared.scratch_floats, prepared.scalars, arrays)
 
 
 def _fake(return_lse: bool, has_out: bool, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *_: Any) -> Any:
@@ -146,8 +169,7 @@ def _vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
 def _operator(name: str, returns: str, return_lse: bool, out: str = "") -> Any:
     """Define one operator, and what it is on a device, on tensors without data, and under ``vmap``."""
     _library.define(f"{name}({_ARGUMENTS}{out}) -> {returns}", tags=_TAGS)
-    for key in ("CPU", "CUDA"):
-        _library.impl(name, functools.partial(_run, return_lse), key)
+    _library.impl(name, functools.partial(_run, return_lse), "CompositeExplicitAutograd")  # below what torch_op registers
     torch.library.register_fake(f"mla_interop::{name}", functools.partial(_fake, return_lse, bool(out)), lib=_library)
     torch.library.register_vmap(f"mla_interop::{name}", _vmap, lib=_library)
     return getattr(torch.ops.mla_interop, name).default
