@@ -1,6 +1,6 @@
 """Builds what a deployment will need before its first request: on its machine, or on one without its GPU whose cache is copied.
 
-For both masks, with and without LSE: the libraries of every kernel that may be chosen, and XLA's handler. Nothing is loaded or launched.
+For both masks, with and without LSE: the libraries of every kernel that may be chosen, XLA's handler, and torch's operators. Nothing is loaded or launched.
 """
 
 import dataclasses
@@ -23,7 +23,9 @@ from mla_interop.selector import explain, kernels_of
 from mla_interop.selector_config import MLAPrefillSelectorConfig
 
 State = Literal["built", "was there", "nothing to build", "left out", "failed"]
-XLA_HANDLER = "XLA handler"
+# What a library is called here, the framework that it is for, and the module of mla_interop.kernels that builds it.
+_XLA_HANDLER = ("XLA handler", "JAX", "xla")
+_TORCH_OPERATORS = ("torch operators", "torch", "torch_op")
 _NO_KERNEL = "no kernel for this GPU can be had here: plain array code, which is slow, would run"
 
 
@@ -32,7 +34,7 @@ class Step:
     """One library, or one thing that could not be had.
 
     Attributes:
-        what: The kernel it is for, in the form ``BACKEND.variant``, or ``XLA handler``.
+        what: The kernel it is for, in the form ``BACKEND.variant``, or ``XLA handler``, or ``torch operators``.
         state: ``left out`` is no failure: it is not installed here, or nobody named it.
         file: Path of the library; "" where there is none.
         bytes: Its size.
@@ -57,7 +59,9 @@ class Step:
         return dataclasses.asdict(self)
 
 
-def warm_up(config: MLAPrefillSelectorConfig, backends: Sequence[str] = (), *, jax: bool = True, progress: Progress = silent) -> Iterator[Step]:
+def warm_up(
+    config: MLAPrefillSelectorConfig, backends: Sequence[str] = (), *, jax: bool = True, torch: bool = True, progress: Progress = silent
+) -> Iterator[Step]:
     """Build, and say what was done, step by step. What fails is a step too, and stops no other.
 
     Args:
@@ -65,16 +69,18 @@ def warm_up(config: MLAPrefillSelectorConfig, backends: Sequence[str] = (), *, j
         backends: Names as in ``select``, all of which are built. None named: the one that is chosen, and those that are the fastest at any shape for
             which times were measured on such a device.
         jax: Whether to build XLA's handler too.
+        torch: Whether to build the operators that compiled programs of torch call.
         progress: Told how far it is, and what is about to be built.
     """
     combinations = [dataclasses.replace(config, is_causal=causal, needs_lse=lse) for causal in (True, False) for lse in (True, False)]
     wanted = list(backends) or _choices(config)
     seen: set[Path] = set()
     jobs = [(name, each) for name in wanted for each in combinations]
+    total = len(jobs) + jax + torch
     for index, (name, each) in enumerate(jobs):
-        yield from _kernel(name, each, bool(backends), seen, functools.partial(progress, index / (len(jobs) + jax)))
-    if jax:
-        yield _handler(functools.partial(progress, len(jobs) / (len(jobs) + 1)))
+        yield from _kernel(name, each, bool(backends), seen, functools.partial(progress, index / total))
+    for index, glue in enumerate([_XLA_HANDLER] * jax + [_TORCH_OPERATORS] * torch):
+        yield _glue(*glue, functools.partial(progress, (len(jobs) + index) / total))
     if not backends:
         yield from _left_out(config, set(wanted))
 
@@ -134,21 +140,20 @@ def _build(what: str, build: Callable[[], Path], starting: Callable[[str], None]
         return Step(what, "failed", seconds=round(time.perf_counter() - start, 3), why=_words(error))
 
 
-def _handler(starting: Callable[[str], None]) -> Step:
+def _glue(what: str, framework: str, module: str, starting: Callable[[str], None]) -> Step:
+    """What a framework's programs call kernels through."""
     try:
-        found = importlib.util.find_spec("jax") is not None
+        found = importlib.util.find_spec(framework.lower()) is not None
     except (ImportError, ValueError):  # blocked
         found = False
     if not found:
-        return Step(XLA_HANDLER, "left out", why="JAX is not installed")
-    from mla_interop.kernels import xla
-
-    starting("importing JAX")
+        return Step(what, "left out", why=f"{framework} is not installed")
+    starting(f"importing {framework}")
     try:
-        importlib.import_module("jax")
+        importlib.import_module(framework.lower())
     except (Exception, SystemExit) as error:  # packages raise whatever they like (oumi#2586)
-        return Step(XLA_HANDLER, "failed", why=f"JAX cannot be imported: {_words(error)}")
-    return _build(XLA_HANDLER, xla.build, starting, XLA_HANDLER)
+        return Step(what, "failed", why=f"{framework} cannot be imported: {_words(error)}")
+    return _build(what, importlib.import_module(f"mla_interop.kernels.{module}").build, starting, what)
 
 
 def _left_out(config: MLAPrefillSelectorConfig, wanted: set[str]) -> Iterator[Step]:

@@ -21,6 +21,7 @@ def warmup(
     heads: Annotated[int | None, typer.Option(min=1, show_default="the model's", help="Heads on one device.")] = None,
     backend: Annotated[str | None, typer.Option(show_default="all that may be chosen", help="Build these, with commas between.")] = None,
     jax: Annotated[bool, typer.Option("--jax/--no-jax", help="Also the handler for calls from JAX.")] = True,
+    torch: Annotated[bool, typer.Option("--torch/--no-torch", help="Also the operators for compiled programs of torch.")] = True,
     first_call: Annotated[bool, typer.Option("--first-call", help="Then time the first call in a fresh process of each framework.")] = False,
     as_json: JSON = False,
 ) -> None:
@@ -34,7 +35,7 @@ def warmup(
     steps, seen = [], set()
     with progress_bar("looking at what is there", quiet=as_json) as progress:
         for index, config in enumerate(configs):
-            for step in _steps(config, backend, jax, within(progress, index / len(configs), (index + 1) / len(configs))):
+            for step in _steps(config, backend, jax, torch, within(progress, index / len(configs), (index + 1) / len(configs))):
                 if (step.what, step.file, step.why) in seen:
                     continue
                 seen.add((step.what, step.file, step.why))
@@ -59,11 +60,11 @@ def _config(model: str, gpu: str | None, dtype: str, heads: int | None) -> Any:
     return MLAPrefillSelectorConfig(dtype=dtype, dimensions=known.dimensions, num_heads=heads or known.num_heads, **target_settings(gpu))
 
 
-def _steps(config: Any, backend: str | None, jax: bool, progress: Progress) -> Iterator[Any]:
+def _steps(config: Any, backend: str | None, jax: bool, torch: bool, progress: Progress) -> Iterator[Any]:
     from mla_interop.backends.registry import parse_names
     from mla_interop.warmup import warm_up
 
-    yield from warm_up(config, parse_names("backend", backend.split(",")) if backend else (), jax=jax, progress=progress)
+    yield from warm_up(config, parse_names("backend", backend.split(",")) if backend else (), jax=jax, torch=torch, progress=progress)
 
 
 def _print_step(step: Any) -> None:

@@ -90,6 +90,7 @@ def test_warmup_without_frameworks_says_what_could_not_be_and_why() -> None:
     steps = {step["what"]: step for step in json.loads(out)["steps"]}
     assert code == 1 and steps["REFERENCE.xp"]["state"] == "failed" and "plain array code" in steps["REFERENCE.xp"]["why"]
     assert steps["XLA handler"] == steps["XLA handler"] | {"state": "left out", "why": "JAX is not installed"}
+    assert steps["torch operators"] == steps["torch operators"] | {"state": "left out", "why": "torch is not installed"}
     assert steps["FLASH_ATTN.fa4"]["state"] == "left out" and "python package flash_attn: got none" in steps["FLASH_ATTN.fa4"]["why"]
 
 
@@ -128,7 +129,7 @@ def test_a_cache_that_takes_nothing(name: str, text: str, tmp_path: Path) -> Non
     refuse = REFUSE_WRITES.format(folder=str(tmp_path / "home"), name=name)
     (tmp_path / "home").mkdir()
     home = {"HOME": str(tmp_path / "home"), "MLA_INTEROP_CACHE": "", "XDG_CACHE_HOME": ""}
-    code, out, err = run("warmup", "--gpu", "cpu", "--no-jax", "--json", before=refuse, **home)
+    code, out, err = run("warmup", "--gpu", "cpu", "--no-jax", "--no-torch", "--json", before=refuse, **home)
     step = json.loads(out)["steps"][0]
     assert code == 1 and step["what"] == "CPU_SDPA.torch" and step["state"] == "failed"
     assert text in step["why"] and str(folder) in step["why"] and "Set MLA_INTEROP_CACHE to a folder that can be written." in step["why"]
@@ -183,7 +184,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_is_really_full(full_disk: Path, compiler: Path) -> None:
     """The compiler, not Python, meets the full disk: its words are told, and nothing is left behind."""
     pytest.importorskip("torch")
-    code, out, _ = run("warmup", "--gpu", "cpu", "--no-jax", "--json", MLA_INTEROP_CACHE=str(full_disk), CXX=str(compiler))
+    code, out, _ = run("warmup", "--gpu", "cpu", "--no-jax", "--no-torch", "--json", MLA_INTEROP_CACHE=str(full_disk), CXX=str(compiler))
     step = json.loads(out)["steps"][0]
     assert code == 1 and step["state"] == "failed" and "cannot build cpu_sdpa" in step["why"] and "No space left on device" in step["why"]
     assert not [path for path in full_disk.iterdir() if path.suffix == ".so" or path.is_dir()]
@@ -195,7 +196,7 @@ def test_two_processes_fill_one_cache_at_once(compiler: Path, tmp_path: Path) ->
     """Both succeed: one builds, and the other waits for it and takes its file."""
     pytest.importorskip("torch")
     cache = tmp_path / "cache"
-    arguments, environment = ("warmup", "--gpu", "cpu", "--no-jax", "--json"), {"MLA_INTEROP_CACHE": str(cache), "CXX": str(compiler)}
+    arguments, environment = ("warmup", "--gpu", "cpu", "--no-jax", "--no-torch", "--json"), {"MLA_INTEROP_CACHE": str(cache), "CXX": str(compiler)}
     both = [start(*arguments, **environment) for _ in range(2)]
     answers = [process.communicate(timeout=240) for process in both]
     assert [process.returncode for process in both] == [0, 0], answers

@@ -18,7 +18,7 @@ from mla_interop.cli import app  # noqa: E402
 from mla_interop.dimensions import DEEPSEEK_R1  # noqa: E402
 from mla_interop.errors import MLABuildError  # noqa: E402
 from mla_interop.first_call import FRONTENDS, first_call  # noqa: E402
-from mla_interop.kernels import build, fa4, xla  # noqa: E402
+from mla_interop.kernels import build, fa4, torch_op, xla  # noqa: E402
 from mla_interop.kernels.cache import entries  # noqa: E402
 from mla_interop.selector import explain  # noqa: E402
 from mla_interop.selector_config import MLAPrefillSelectorConfig  # noqa: E402
@@ -112,22 +112,24 @@ def stub_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[ob
     monkeypatch.setattr(fa4, "build", made)
     monkeypatch.setattr(fa4, "_installation_reasons", list)
     monkeypatch.setattr(xla, "build", lambda: build.cached("xla_call", {}, lambda out: out.write_bytes(bytes(10))))
+    monkeypatch.setattr(torch_op, "build", lambda: build.cached("torch_op", {}, lambda out: out.write_bytes(bytes(10))))
     return calls
 
 
 def test_warmup_builds_both_masks_with_and_without_lse(stub_build: list[tuple[object, ...]]) -> None:
     pytest.importorskip("jax")
+    pytest.importorskip("torch")
     arguments = ("warmup", "--gpu", "h200", "--dtype", "bfloat16,float16", "--json")
     made = json.loads(run(*arguments))
     assert {call[4:] for call in stub_build} == {(causal, lse, False) for causal in (True, False) for lse in (True, False)}, "none for any scale"
     assert {call[:4] for call in stub_build} == {("sm_90a", dtype, 192, 128) for dtype in ("bfloat16", "float16")} and len(stub_build) == 8
     built = [step for step in made["steps"] if step["state"] == "built"]
-    assert [step["what"] for step in built] == ["FLASH_ATTN.fa4"] * 4 + ["XLA handler"] + ["FLASH_ATTN.fa4"] * 4
+    assert [step["what"] for step in built] == ["FLASH_ATTN.fa4"] * 4 + ["XLA handler", "torch operators"] + ["FLASH_ATTN.fa4"] * 4
     assert all(Path(step["file"]).exists() for step in built) and {step["bytes"] for step in built} == {1000, 10}
     again = json.loads(run(*arguments))["steps"]
     assert [step["file"] for step in again if step["state"] == "was there"] == [step["file"] for step in built]
     shown = run("warmup", "--gpu", "h200")
-    assert "built 0 (0.00 MiB), 5 were there, 0 failed" in words(shown) and max(map(len, shown.splitlines())) <= 80
+    assert "built 0 (0.00 MiB), 6 were there, 0 failed" in words(shown) and max(map(len, shown.splitlines())) <= 80
 
 
 def test_warmup_goes_on_after_a_failure(stub_build: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from mla_interop.bench.problems import CPU_PROBLEMS  # noqa: E402
 from mla_interop.progress import told, within  # noqa: E402
 
 LONG = {
-    "warmup": (["warmup", "--gpu", "cpu", "--backend", "CPU_SDPA", "--no-jax"], "building CPU_SDPA"),
+    "warmup": (["warmup", "--gpu", "cpu", "--backend", "CPU_SDPA", "--no-jax", "--no-torch"], "building CPU_SDPA"),
     "compare": (["compare", "--heads", "2", "--tokens", "5,9", "--backend", "REFERENCE", "--no-picture"], "REFERENCE from torch"),
     "tune": (["tune", "--device", "cpu", "--dtype", "float32", "--heads", "2", "--seconds", "120"], "REFERENCE.xp"),
     "bench": (["bench", "--device", "cpu", "--problems", CPU_PROBLEMS[0].name, "--only", "none of them"], "what surrounds the kernels"),
