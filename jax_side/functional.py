@@ -117,7 +117,7 @@ class _FieldName(str):
 
 if not getattr(PrefillMetadata, "_is_jax_pytree", False):  # importlib.reload runs this again; JAX refuses a second registration
     # By its fields' names, so that no Python runs when a jitted function takes it. What only the host knows stays outside.
-    jax.tree_util.register_dataclass(PrefillMetadata, ["cu_seqlens_q", "cu_seqlens_k", "plan"], ["bounds"], [_FieldName("host"), _FieldName("_memo")])
+    jax.tree_util.register_dataclass(PrefillMetadata, ["cu_seqlens_q", "own_cu_seqlens_k", "plan"], ["bounds"], [_FieldName("host"), _FieldName("_memo")])
     PrefillMetadata._is_jax_pytree = True  # pyright: ignore[reportAttributeAccessIssue]
 
 

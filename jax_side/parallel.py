@@ -1,7 +1,6 @@
 """Several devices by hand: heads and sequences split with no communication, and keys split with one merge by LSE."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -139,7 +138,7 @@ def _per_shard(
         for of_q, of_k in zip(*pieces, strict=True)
     ][0]
     arrays = [jnp.asarray(x, jnp.int32) for x in (cu_seqlens_q, cu_seqlens_q if same else cu_seqlens_k)]
-    return replace(made, cu_seqlens_q=arrays[0], cu_seqlens_k=arrays[1], host=None)
+    return PrefillMetadata(arrays[0], arrays[1], None, made.bounds)
 
 
 def _pieces(name: str, cu_seqlens: Any, shards: int) -> list[Any]:

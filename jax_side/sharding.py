@@ -68,7 +68,7 @@ def run_split(split: Split, run: Callable[..., Any], q: Any, k: Any, v: Any, met
     middle = (None,) * (q.ndim - 3)
     spec = PartitionSpec(split.data, *middle, split.heads, None)
     lse = PartitionSpec(split.data, split.heads, None) if q.ndim == 4 else PartitionSpec(split.heads, split.data)
-    given = () if metadata is None else (metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.plan)
+    given = () if metadata is None else (metadata.cu_seqlens_q, metadata.own_cu_seqlens_k, metadata.plan)
     # Host values stay constants: a kernel that follows a work list can have one made for its number of heads.
     operands = [_as_split(x, split) for x in given if x is not None and not isinstance(x, np.ndarray)]
 

@@ -98,18 +98,28 @@ class PrefillMetadata:
     """Checked lengths of a ragged batch, for any number of layers and calls. Made by :func:`prepare_metadata`.
 
     Attributes:
-        cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``: NumPy, device arrays, or tracers.
+        cu_seqlens_q: int32 ``[B + 1]``: NumPy, a device array, or a tracer.
+        own_cu_seqlens_k: The same for keys; None where ``bounds.same_lengths``: an array less for a program to take.
         plan: The work list of ``bounds.plan_for`` (uint8), or None.
         bounds: The static part.
         host: The lengths, where the host knows them. They do not enter a compiled program.
     """
 
     cu_seqlens_q: Any
-    cu_seqlens_k: Any
+    own_cu_seqlens_k: Any
     plan: Any
     bounds: Bounds
     host: HostLengths | None = None
     _memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.bounds.same_lengths:
+            object.__setattr__(self, "own_cu_seqlens_k", None)
+
+    @property
+    def cu_seqlens_k(self) -> Any:
+        """int32 ``[B + 1]`` of keys: ``cu_seqlens_q`` itself where the lengths are the same."""
+        return self.cu_seqlens_q if self.bounds.same_lengths else self.own_cu_seqlens_k
 
     def remember(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What ``make`` gave for ``key`` the first time: device copies, work lists and checked calls are made once per metadata."""

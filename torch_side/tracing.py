@@ -77,7 +77,7 @@ def _lengths(q: Any, k: Any, metadata: Any, cu_seqlens_q: Any, cu_seqlens_k: Any
     if not none_given or not isinstance(metadata, PrefillMetadata):
         metadata = metadata_for(tuple(q.shape), tuple(k.shape), metadata, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, False)
     b = metadata.bounds
-    cu_q, cu_k, plan = metadata.cu_seqlens_q, None if b.same_lengths else metadata.cu_seqlens_k, metadata.plan
+    cu_q, cu_k, plan = metadata.cu_seqlens_q, metadata.own_cu_seqlens_k, metadata.plan
     for array in (cu_q, cu_k, plan):
         if array is not None and not isinstance(array, torch.Tensor):
             cu_q, cu_k, plan = _moved(metadata, q)
@@ -121,7 +121,8 @@ def _text(bounds: tuple[Any, Any, Any, Any], is_causal: Any, return_lse: Any, ba
     environment = hashlib.sha1(repr(environment_key()).encode(), usedforsecurity=False).hexdigest()[:8]
     padded_q, padded_k, same_lengths, plan_for = bounds
     fixed = Fixed(padded_q, padded_k, same_lengths, plan_for, made.is_causal, names, made.fallback, made.padding, environment)
-    return json.dumps({name: value for name, value in fixed._asdict().items() if value != Fixed._field_defaults[name]})
+    text = json.dumps({name: value for name, value in fixed._asdict().items() if value != Fixed._field_defaults[name]})
+    return text.replace('"', "'")  # as it is, Inductor writes it between quotes into a C++ wrapper
 
 
 def check_grad(q: Any, k: Any, v: Any) -> None:
@@ -151,17 +152,17 @@ def _transforming() -> bool:
 
 
 def _flatten(metadata: PrefillMetadata) -> tuple[list[Any], Bounds]:
-    return [metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.plan], metadata.bounds
+    return [metadata.cu_seqlens_q, metadata.own_cu_seqlens_k, metadata.plan], metadata.bounds
 
 
 def _flatten_with_keys(metadata: PrefillMetadata) -> tuple[list[Any], Bounds]:
     children, bounds = _flatten(metadata)
-    return [(pytree.GetAttrKey(name), child) for name, child in zip(("cu_seqlens_q", "cu_seqlens_k", "plan"), children)], bounds
+    return [(pytree.GetAttrKey(name), child) for name, child in zip(("cu_seqlens_q", "own_cu_seqlens_k", "plan"), children)], bounds
 
 
 def _unflatten(children: Any, bounds: Bounds) -> PrefillMetadata:
-    cu_seqlens_q, cu_seqlens_k, plan = children
-    return PrefillMetadata(cu_seqlens_q, cu_seqlens_k, plan, bounds)  # without what the host knows: it is no part of a program
+    cu_seqlens_q, own_cu_seqlens_k, plan = children
+    return PrefillMetadata(cu_seqlens_q, own_cu_seqlens_k, plan, bounds)  # without what the host knows: it is no part of a program
 
 
 # torch.export takes metadata as an input: its arrays are data, its bounds are part of the program.
