@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_interop.backends.registry import parse_names
-from mla_interop.bench.timing import per_call
+from mla_interop.bench.timing import side_by_side
 from mla_interop.capability import machine_name
 from mla_interop.errors import MLAError, MLAUnsupportedError, input_error
 from mla_interop.explore.batch import Batch, make_batch
@@ -43,7 +43,7 @@ def timing(
         frameworks: ``"torch"``, ``"jax"``, ``"numpy"``; None: that of q.
         lengths: Times the first so many rows, as one sequence, for each of these; None: the batch as it is.
         return_lse: Whether LSE is asked for too.
-        repeats: Loops of at least 10 ms, of which the median counts.
+        repeats: Rounds, of which the median counts: each has a loop of at least 10 ms for every backend, in an order that changes.
         cu_seqlens_q, cu_seqlens_k, scale, is_causal: As in ``mla_interop.mla_prefill``.
 
     Raises:
@@ -56,15 +56,19 @@ def timing(
     named = None if backends is None else parse_names("backends", backends)
     rows, failed = [], {}
     for batch in [whole] if lengths is None else [whole.first(int(length)) for length in lengths]:
+        runs: dict[tuple[str, str, str], tuple[Callable[[int], None], int]] = {}
         for framework in frameworks or (batch.framework,):
             local = batch.to(framework)
             for name in batch.backends() if named is None else named:
                 try:
-                    rows.append(_timed(local, framework, name, return_lse, repeats))
+                    run = _runner(local, framework, name, return_lse)
+                    run(1)
+                    runs[framework, name, local.kernel(name)] = run, 1
                 except Exception as error:  # a package may raise anything; it must not hide what the others took
                     if named is not None:
                         raise
                     failed[f"{name} ({framework})"] = str(error) if isinstance(error, MLAError) else f"{type(error).__name__}: {error}"
+        rows += [_row(batch, framework, kernel, return_lse, found) for (framework, _, kernel), found in side_by_side(runs, repeats).items()]
     if not rows:
         raise MLAUnsupportedError("\n  ".join(["no backend can serve this here; mla_interop.explain says why.", *text_failed(failed)]))
     first = "" if lengths is None else "the first rows, as one sequence, of "
@@ -167,12 +171,11 @@ class Timing(Explored):
         return needed("mla_interop.explore.pictures").times(self, what)
 
 
-def _timed(batch: Batch, framework: str, name: str, return_lse: bool, repeats: int) -> Row:
+def _row(batch: Batch, framework: str, kernel: str, return_lse: bool, found: dict[str, float]) -> Row:
     tokens, heads, _ = batch.q.shape
     problem = f"{heads}x{tokens}x{len(batch.lengths.lengths_q)}"
-    found = per_call(_runner(batch, framework, name, return_lse), repeats=repeats)
     ours = f"mla_interop{' + lse' if return_lse else ''}"
-    head = {"problem": problem, "tokens": tokens, "framework": framework, "name": ours, "kernel": batch.kernel(name)}
+    head = {"problem": problem, "tokens": tokens, "framework": framework, "name": ours, "kernel": kernel}
     return {**head, **found, "tflops": batch.flops / found["us"] * 1e-6}
 
 
