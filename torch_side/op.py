@@ -25,16 +25,17 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from mla_interop.call_forms import check_tensors, dense_call
 from mla_interop.errors import input_error
 from mla_interop.exchange import TensorSpec
+from mla_interop.kernels import torch_op
 from mla_interop.lengths import check_device_lengths, check_maximum
 from mla_interop.prefill import Options
 from mla_interop.sequences import Bounds, PrefillMetadata, dense_metadata
-from mla_interop.kernels import torch_op
 from torch_side.launch import DTYPE_NAMES, Arrays, Prepared, call_key, check_out, find_shared, launch, no_memory, on_device, prepared_call, prepared_for
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? plan, SymInt? num_tokens_q, SymInt? num_tokens_k, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? scale, str options"
 )
+_NAMES = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "plan", *[""] * 6, "out")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _NO_BOUNDS = Bounds(0, None, None, True, True, None, None)
 _library = torch.library.Library("mla_interop", "DEF")
@@ -63,7 +64,7 @@ class Fixed(NamedTuple):
 
 @functools.lru_cache
 def _parsed(text: str) -> Fixed:
-    return Fixed(**json.loads(text))
+    return Fixed(**json.loads(text.replace("'", '"')))  # no value has either
 
 
 def _run(
@@ -102,7 +103,7 @@ def _run(
         arrays = (cu_q, cu_k, plan) if given else on_device(PrefillMetadata(cu_q, cu_k, plan, _NO_BOUNDS), q.device)  # refuses the one, copies the other
         made = launch(prepared, arrays, q, k, v, out)
         if given:
-            _remember(prepared, (None, None, None))
+            _remember(prepared)
     if out is None:
         return made
     return made[1] if return_lse else None
@@ -130,7 +131,7 @@ def _run_equal(q: Any, k: Any, v: Any, options: Options, out: Any) -> Any:
     return dense_call(q, k, v, (), run)
 
 
-def _remember(prepared: Prepared, arrays: Arrays) -> None:
+def _remember(prepared: Prepared, arrays: Arrays | tuple[None, None, None] = (None, None, None)) -> None:
     """Let C++ serve calls like this one, where all that is left to do is the launch of a native kernel.
 
     ``arrays``: Lengths and work list that are not among the operator's arguments.
@@ -166,12 +167,22 @@ def _vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
     raise no_memory(f"torch.func.vmap over {info.batch_size}")
 
 
+def _refuse_bit(*arguments: Any) -> Any:
+    """Views with the negative (or, of complex numbers, conjugate) bit, which no kernel knows. Torch would call again with copies, and put that of ``out``
+    in the place of a result that is none: it crashes. Inductor drops the bit."""
+    name, x = next((name, x) for name, x in zip(_NAMES, arguments) if isinstance(x, torch.Tensor) and (x.is_neg() or x.is_conj()))
+    got = f"{name} as a view with the {'negative' if x.is_neg() else 'conjugate'} bit"
+    raise input_error("q, k, v", got, "tensors that hold their values", "resolve_neg() makes one.")
+
+
 def _operator(name: str, returns: str, return_lse: bool, out: str = "") -> Any:
     """Define one operator, and what it is on a device, on tensors without data, and under ``vmap``."""
     _library.define(f"{name}({_ARGUMENTS}{out}) -> {returns}", tags=_TAGS)
     _library.impl(name, functools.partial(_run, return_lse), "CompositeExplicitAutograd")  # below what torch_op registers
     torch.library.register_fake(f"mla_interop::{name}", functools.partial(_fake, return_lse, bool(out)), lib=_library)
     torch.library.register_vmap(f"mla_interop::{name}", _vmap, lib=_library)
+    for bit in ("Negative", "Conjugate"):
+        _library.impl(name, _refuse_bit, bit)
     return getattr(torch.ops.mla_interop, name).default
 
 

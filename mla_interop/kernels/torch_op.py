@@ -45,7 +45,9 @@ def _library() -> Any:
     except MLABuildError as error:
         _log.warning("Compiled programs call mla_interop's operators through Python, some ten microseconds slower: %s", error)
         return None
-    library.register_operators()
+    register = library["register_operators"]
+    register.release_gil = False  # torch's table of functions is not locked: no other thread shall begin a call of an operator now
+    register()
     return library
 
 

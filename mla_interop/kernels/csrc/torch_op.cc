@@ -11,15 +11,18 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 namespace {
 
@@ -50,7 +53,8 @@ class Key {
   void add(int64_t value) { bytes_.append(reinterpret_cast<const char*>(&value), sizeof value); }
 
   void add(const at::Tensor& x) {
-    add(static_cast<int64_t>(x.scalar_type()) | static_cast<int64_t>(x.device().type()) << 8 | int64_t{x.device().index()} << 16 | x.dim() << 32);
+    const auto index = static_cast<uint8_t>(x.device().index());  // -1 for the CPU, whose sign must not spread over the rest
+    add(static_cast<int64_t>(x.scalar_type()) | static_cast<int64_t>(x.device().type()) << 8 | int64_t{index} << 16 | x.dim() << 32);
     for (const int64_t extent : x.sizes()) add(extent);
     for (const int64_t stride : x.strides()) add(stride);
     add(static_cast<int64_t>(reinterpret_cast<uintptr_t>(x.const_data_ptr()) & 15));
@@ -92,9 +96,10 @@ class Calls {
   }
 
   void add(const std::string& key, std::shared_ptr<const Prepared> call) {
+    Map dropped;  // destroyed without the lock: what goes may wait for the GIL, which may be held by a thread that waits for the lock
     std::unique_lock lock(mutex_);
-    if (calls_.size() >= kMaxEntries) calls_.clear();
-    calls_[key] = std::move(call);
+    if (calls_.size() >= kMaxEntries) calls_.swap(dropped);
+    calls_[key].swap(call);
   }
 
   size_t size() {
@@ -103,24 +108,34 @@ class Calls {
   }
 
   void clear() {
+    Map dropped;
     std::unique_lock lock(mutex_);
-    calls_.clear();
+    calls_.swap(dropped);
+  }
+
+  // No call is looked up while this runs.
+  template <typename F>
+  void pausing(F run) {
+    std::unique_lock lock(mutex_);
+    run();
   }
 
  private:
+  using Map = std::unordered_map<std::string, std::shared_ptr<const Prepared>>;
+
   std::shared_mutex mutex_;
-  std::unordered_map<std::string, std::shared_ptr<const Prepared>> calls_;
+  Map calls_;
 };
 
-// The key of the call that Python serves for this thread now.
+// The key of the call that Python serves for this thread now; null for one that it always has to serve.
 thread_local const std::string* served_by_python = nullptr;
 
-void serve_by_python(const c10::OperatorHandle& op, Stack* stack, const std::string& key) {
+void serve_by_python(const c10::OperatorHandle& op, Stack* stack, const std::string* key) {
   struct Scope {
     const std::string* before = served_by_python;
     ~Scope() { served_by_python = before; }
   } scope;
-  served_by_python = &key;
+  served_by_python = key;
   op.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
 }
 
@@ -130,17 +145,21 @@ struct View {
   std::array<int64_t, 3> shape, strides;
 
   // False for a batch whose rows are not evenly spaced: that needs a copy.
-  bool set(const at::Tensor& x) {
+  static bool can_be_of(const at::Tensor& x) {
+    if (x.dim() != 4) return x.dim() < 4;
+    return x.size(0) <= 1 || x.size(1) <= 1 || x.stride(0) == x.size(1) * x.stride(1);
+  }
+
+  void set(const at::Tensor& x, void* data) {
     const size_t batch = x.dim() == 4, dims = x.dim() - batch;
-    if (dims > 3 || (batch && x.size(0) > 1 && x.stride(0) != x.size(1) * x.stride(1))) return false;
     for (size_t i = 0; i < dims; ++i) {
       shape[i] = x.size(batch + i);
       strides[i] = x.stride(batch + i);
     }
+    if (batch && x.size(1) == 1) strides[0] = x.stride(0);
     if (batch) shape[0] *= x.size(0);
     const DLDevice device{x.is_cuda() ? kDLCUDA : kDLCPU, x.is_cuda() ? x.device().index() : 0};
-    tensor = DLTensor{const_cast<void*>(x.const_data_ptr()), device, static_cast<int32_t>(dims), at::getDLDataType(x), shape.data(), strides.data(), 0};
-    return true;
+    tensor = DLTensor{data, device, static_cast<int32_t>(dims), at::getDLDataType(x), shape.data(), strides.data(), 0};
   }
 
   View() = default;
@@ -175,30 +194,32 @@ bool overlap(const at::Tensor& x, const at::Tensor& out) {
   return first < start + out.nbytes() && start < first + (last + 1) * x.itemsize();
 }
 
-// False where Python has to serve the call after all; nothing has run then.
+// False where the kernel refuses.
 bool launch(const Prepared& call, c10::ArrayRef<IValue> arguments, const at::Tensor& out, const at::Tensor& lse) {
   const at::Tensor& q = arguments[kQ].toTensor();
   std::array<View, 9> views;
   size_t count = 0;
-  const auto view = [&](const at::Tensor& x) { return views[count].set(x) ? AnyView(&views[count++].tensor) : AnyView(nullptr); };
+  const auto place = [&](const at::Tensor& x, void* data) {
+    views[count].set(x, data);
+    return AnyView(&views[count++].tensor);
+  };
+  const auto view = [&](const at::Tensor& x) { return place(x, const_cast<void*>(x.const_data_ptr())); };
+  const bool own_lengths = !arguments[kCuQ].isNone();  // as in Python, what else is given counts only beside cu_seqlens_q
   const auto lengths = [&](size_t at, const Optional<tvm::ffi::Tensor>& kept) {
-    if (!arguments[at].isNone()) return view(arguments[at].toTensor());
+    if (own_lengths) return arguments[at].isNone() ? AnyView(nullptr) : view(arguments[at].toTensor());
     return kept.has_value() ? AnyView(kept.value()) : AnyView(nullptr);
   };
   const at::Tensor scratch = call.scratch_floats ? at::empty_strided({call.scratch_floats}, {1}, q.options().dtype(at::kFloat)) : at::Tensor();
   const AnyView cu_seqlens_q = lengths(kCuQ, call.cu_seqlens_q);
-  const bool same = arguments[kCuK].isNone() && !arguments[kCuQ].isNone();
+  const bool same = own_lengths && arguments[kCuK].isNone();
   std::array<AnyView, 13> passed = {
       view(q), view(arguments[kK].toTensor()), view(arguments[kV].toTensor()),
       cu_seqlens_q, same ? cu_seqlens_q : lengths(kCuK, call.cu_seqlens_k), lengths(kPlan, call.plan),
-      scratch.defined() ? view(scratch) : AnyView(nullptr), view(out), AnyView(nullptr),
+      scratch.defined() ? view(scratch) : AnyView(nullptr), place(out, out.mutable_data_ptr()), AnyView(nullptr),
       AnyView(call.scale), AnyView(call.max_seqlen_q), AnyView(call.max_seqlen_k), AnyView(call.finish)};
-  for (const size_t needed : {0, 1, 2, 3, 4, 7}) {
-    if (passed[needed] == nullptr) return false;
-  }
   View lse_view;  // [N, rows] whatever out is
   if (lse.defined()) {
-    lse_view.set(lse);
+    lse_view.set(lse, lse.mutable_data_ptr());
     if (lse.dim() == 3) {
       lse_view.shape = {lse.size(1), lse.size(0) * lse.size(2), 0};
       lse_view.strides = {lse_view.shape[1], 1, 0};
@@ -248,8 +269,8 @@ void call(const c10::OperatorHandle& op, Stack* stack) {
     const at::Tensor &q = arguments[kQ].toTensor(), &k = arguments[kK].toTensor(), &v = arguments[kV].toTensor();
     const at::Tensor out = kHasOut ? arguments[kArguments - 1].toTensor() : new_out(q, v, found->out_dtype);
     const at::Tensor lse = kReturnLse ? new_lse(q) : at::Tensor();
-    const bool sound = !kHasOut || !(overlap(q, out) || overlap(k, out) || overlap(v, out));
-    if (sound && launch(*found, arguments, out, lse)) {
+    const bool refused = kHasOut && ((out.requires_grad() && c10::GradMode::is_enabled()) || overlap(q, out) || overlap(k, out) || overlap(v, out));
+    if (!refused && launch(*found, arguments, out, lse)) {
       stack->resize(stack->size() - kArguments);
       if (!kHasOut) stack->emplace_back(out);
       if (kReturnLse) stack->emplace_back(lse);
@@ -257,7 +278,8 @@ void call(const c10::OperatorHandle& op, Stack* stack) {
     }
   }
   const std::string bytes = key.bytes();  // Python may call an operator itself
-  serve_by_python(op, stack, bytes);
+  const bool can = std::all_of(arguments.begin(), arguments.end(), [](const IValue& x) { return !x.isTensor() || View::can_be_of(x.toTensor()); });
+  serve_by_python(op, stack, can ? &bytes : nullptr);
 }
 
 // Called by Python while it serves a call: calls with the same key are served here from now on, with these arguments of the kernel.
@@ -269,15 +291,20 @@ void remember(Function kernel, DLDataType out_dtype, int64_t scratch_floats, dou
                                                                                 std::move(cu_seqlens_k), std::move(plan)}));
 }
 
-// Puts these functions before Python's, for CPU and CUDA tensors; once in a process.
+// Puts these functions before Python's, for CPU and CUDA tensors, once in a process. Other threads may call the operators meanwhile: what they find
+// here waits for the end, since on its way to Python it would read tables that are written.
 void register_operators() {
-  for (const c10::DispatchKey key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA}) {
-    auto* library = new torch::Library(torch::Library::IMPL, "mla_interop", key, __FILE__, __LINE__);
-    library->impl("prefill", torch::CppFunction::makeFromBoxedFunction<&call<false, false>>());
-    library->impl("prefill_lse", torch::CppFunction::makeFromBoxedFunction<&call<true, false>>());
-    library->impl("prefill_out", torch::CppFunction::makeFromBoxedFunction<&call<false, true>>());
-    library->impl("prefill_lse_out", torch::CppFunction::makeFromBoxedFunction<&call<true, true>>());
-  }
+  Calls::get().pausing([] {
+    static bool done = false;
+    if (std::exchange(done, true)) return;
+    for (const c10::DispatchKey key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA}) {
+      auto* library = new torch::Library(torch::Library::IMPL, "mla_interop", key, __FILE__, __LINE__);
+      library->impl("prefill", torch::CppFunction::makeFromBoxedFunction<&call<false, false>>());
+      library->impl("prefill_lse", torch::CppFunction::makeFromBoxedFunction<&call<true, false>>());
+      library->impl("prefill_out", torch::CppFunction::makeFromBoxedFunction<&call<false, true>>());
+      library->impl("prefill_lse_out", torch::CppFunction::makeFromBoxedFunction<&call<true, true>>());
+    }
+  });
 }
 
 int64_t remembered() { return static_cast<int64_t>(Calls::get().size()); }
