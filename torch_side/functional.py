@@ -55,7 +55,8 @@ def mla_prefill(
         scale: Multiplied with the raw scores; None: ``D ** -0.5``. YaRN's factor is yours (``mla_interop.softmax_scale``).
         is_causal: Bottom-right aligned causal mask: query i sees key j when ``j <= i + len_k - len_q``. False: no mask.
         return_lse: Also return LSE.
-        backend: A backend's name, or several in order; None: ``MLA_INTEROP_BACKEND``, else the device's order.
+        backend: A backend's name, or several in order; None: what ``use_config``, ``set_config`` or ``MLA_INTEROP_BACKEND`` say, else the fastest by
+            measured times, where a table covers the call, else the first of the device's order that can serve.
         fallback: If the named backend cannot serve this, warn and choose automatically instead of raising.
         padding: ``"finite"``: rows of v past ``cu_seqlens_k[-1]`` are finite (where the host knows the lengths they are not read at all).
             ``"any"``: they may hold anything; they are cleared by a select first where the lengths are on the device only.

@@ -177,7 +177,7 @@ def launch(prepared: Prepared, arrays: Arrays, q: Any, k: Any, v: Any, out: Any)
 def _launch(prepared: Prepared, arrays: Arrays, q: Any, k: Any, v: Any, out: Any) -> Any:
     if prepared.no_capture and torch.cuda.is_current_stream_capturing():
         raise MLAUnsupportedError(
-            f"CUDA graph: kernel {prepared.no_capture} cannot be captured; allowed: kernels that explain() shows as such, for example "
+            f"CUDA graph: kernel {prepared.no_capture} cannot be captured; allowed: kernels that explain() calls compiled, for example "
             "backend='FLASH_ATTN' where FlashAttention-4 is compiled ahead of time. Nothing was launched."
         )
     if out is None:

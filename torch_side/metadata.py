@@ -24,7 +24,7 @@ def prepare_metadata(cu_seqlens_q: Any, cu_seqlens_k: Any = None, *, device: Any
         device: Where q, k and v are; None leaves the copy to the first call, which waits for it. Compiled code needs it.
         changing: The lengths will change in place, by :func:`update_metadata`, so nothing of a call may depend on them: what a CUDA graph that is
             replayed with other lengths needs. ``num_tokens_q`` and ``num_tokens_k`` (the buffers' rows) and ``device`` must be given. Calls are then
-            those with lengths on the device: k and v past the last sequence must be finite (``padding``), and kernels get upper bounds.
+            those with lengths on the device: v past the last key must be finite (``padding``), and kernels get upper bounds.
         **options: As in ``mla_interop.prepare_metadata``.
 
     Raises:
@@ -57,7 +57,7 @@ def prepare_metadata(cu_seqlens_q: Any, cu_seqlens_k: Any = None, *, device: Any
 def update_metadata(metadata: PrefillMetadata, cu_seqlens_q: Any, cu_seqlens_k: Any = None) -> PrefillMetadata:
     """New lengths into metadata that was prepared with ``changing=True``, in place, on the current stream, without waiting for the device.
 
-    A CUDA graph that was captured with it is then replayed with them. A work list is made anew and copied too.
+    A CUDA graph that was captured with it is then replayed with them, on the same stream or after it. A work list is made anew and copied too.
 
     Args:
         metadata: What ``prepare_metadata(..., changing=True)`` returned.
