@@ -198,12 +198,14 @@ def other_rows() -> tuple[Call, Any]:
 KEY = {
     "dtype": lambda: (packed(torch.bfloat16), None),
     "scale": other(scale=0.7),
+    "another scale": other(scale=-0.2),
     "max_seqlen_q": other(max_q=9),
     "max_seqlen_k": other(max_k=9),
     "another max_seqlen_q": other(max_q=7),
     "num_tokens_q": other(num_q=13),
     "num_tokens_k": other(num_k=22),
     "options": other(options=FULL),
+    "options as long": other(options="{'padded_q': true, 'padded_k': true, 'is_causal': true }"),
     "rows": other_rows,
     "sequences": other(cu_q=lengths(0, 2, 13), cu_k=lengths(0, 9, 22)),
     "strides": lambda: (packed(v=packed().v.contiguous()), None),
@@ -213,6 +215,7 @@ KEY = {
     "place of out": other(out=True),
 }
 PAIRS = [("max_seqlen_q", "max_seqlen_k"), ("max_seqlen_q", "another max_seqlen_q"), ("num_tokens_q", "num_tokens_k")]
+PAIRS += [("scale", "another scale"), ("options", "options as long")]
 PAIRS += [("strides", "place of v"), *(("", name) for name in KEY if name != "place of v")]
 
 

@@ -156,7 +156,7 @@ struct View {
       shape[i] = x.size(batch + i);
       strides[i] = x.stride(batch + i);
     }
-    if (batch && x.size(1) == 1) strides[0] = x.stride(0);
+    if (batch && x.size(0) > 1 && x.size(1) == 1) strides[0] = x.stride(0);
     if (batch) shape[0] *= x.size(0);
     const DLDevice device{x.is_cuda() ? kDLCUDA : kDLCPU, x.is_cuda() ? x.device().index() : 0};
     tensor = DLTensor{data, device, static_cast<int32_t>(dims), at::getDLDataType(x), shape.data(), strides.data(), 0};
