@@ -29,7 +29,14 @@ HEADS, SCALE = 3, 0.21  # a scale that no head dimension has by default
 WITH_KEYS = ((5, 9), (7, 7), (4, 6))
 WITH_EMPTY_ROWS = ((5, 9), (0, 4), (7, 7), (3, 0), (6, 2))
 # Relative Frobenius error of out, and largest absolute error of lse: what rounding explains in every kernel family. Faults are far larger.
-_TOLERANCES = {"float32": (1e-4, 1e-3), "float64": (1e-4, 1e-3), "float8_e4m3fn": (1e-1, 5e-2), "float8_e5m2": (1e-1, 5e-2)}
+_TOLERANCES = {
+    "float16": (2e-2, 2e-2),
+    "bfloat16": (2e-2, 2e-2),
+    "float32": (1e-4, 1e-3),
+    "float64": (1e-4, 1e-3),
+    "float8_e4m3fn": (1e-1, 5e-2),
+    "float8_e5m2": (1e-1, 5e-2),
+}
 NAMED_FACTORS = {1 / math.log(2): "1/ln 2: base 2, where natural log is right", math.log(2): "ln 2: converted to natural log twice"}
 
 
@@ -179,7 +186,7 @@ class _Checks:
         self.name, self.door, self.dimensions = name, door, dimensions
         self.default = dimensions.qk_head_dim**-0.5
         self.usual, self.given = (-self.default, -SCALE) if any_scale else (None, SCALE)
-        self.out_tolerance, self.lse_tolerance = _TOLERANCES.get(dtype, (2e-2, 2e-2))
+        self.out_tolerance, self.lse_tolerance = _TOLERANCES[dtype]
 
     def run(self) -> list[Finding]:
         checks = (self._out, self._lse, self._strides, self._alignment, self._scale, self._empty_rows)

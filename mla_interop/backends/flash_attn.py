@@ -50,12 +50,13 @@ def _variants(config: "MLAPrefillSelectorConfig") -> Iterator[tuple[str, int, Ke
 def _ahead_of_time(config: "MLAPrefillSelectorConfig") -> Kernel | list[str]:
     dimensions, capability = config.dimensions, config.capability
     assert capability is not None  # validate_configuration refuses an unknown GPU first
-    reasons = fa4.unsupported_reasons(capability, config.dtype, dimensions.qk_head_dim, dimensions.v_head_dim)
+    any_scale = config.scale is not None and config.scale < fa4.SMALLEST_SCALE
+    problem = config.dtype, dimensions.qk_head_dim, dimensions.v_head_dim, config.is_causal, config.needs_lse, any_scale
+    reasons = fa4.unsupported_reasons(capability, *problem)
     arch = fa4.arch_for(capability)
     if reasons or arch is None:
         return reasons
-    any_scale = config.scale is not None and config.scale < fa4.SMALLEST_SCALE
-    variant = arch, config.dtype, dimensions.qk_head_dim, dimensions.v_head_dim, config.is_causal, config.needs_lse, any_scale
+    variant = arch, *problem
     return Kernel(
         name=config.kernel_name("FLASH_ATTN", "fa4", any_scale),
         kind="compiled",

@@ -19,7 +19,7 @@ from typing import Any
 
 from mla_interop.errors import MLABuildError
 from mla_interop.installed import missing
-from mla_interop.kernels.build import SOURCES, cached, package_version, run_tool
+from mla_interop.kernels.build import SOURCES, cached, cached_path, package_version, run_tool
 
 # fa4_kernels and fa4_compiler use internals of these packages: other versions are refused until someone has proven them.
 PROVEN_VERSIONS = {"flash-attn-4": ("4.0.0b36",), "nvidia-cutlass-dsl": ("4.8.1",), "quack-kernels": ("0.6.5",)}
@@ -51,8 +51,10 @@ def arch_for(capability: tuple[int, int]) -> str | None:
     return "sm_80" if capability[0] == 8 else _ARCHS.get((capability[0], capability[1]))
 
 
-def unsupported_reasons(capability: tuple[int, int], dtype: str, head_dim_qk: int, head_dim_v: int) -> list[str]:
-    """Why these kernels cannot serve a problem on this machine; empty if they can.  Imports nothing, never raises."""
+def unsupported_reasons(
+    capability: tuple[int, int], dtype: str, head_dim_qk: int, head_dim_v: int, is_causal: bool = True, with_lse: bool = True, any_scale: bool = False
+) -> list[str]:
+    """Why the kernel cannot serve a problem on this machine; empty if it can.  Builds nothing, never raises."""
     reasons = []
     arch = arch_for(capability)
     if arch is None:
@@ -64,7 +66,20 @@ def unsupported_reasons(capability: tuple[int, int], dtype: str, head_dim_qk: in
             reasons.append(f"head dims (qk, v): got {(head_dim_qk, head_dim_v)}; allowed for {arch}: {', '.join(map(str, dims))}")
     if dtype not in DTYPES:
         reasons.append(f"dtype: got {dtype}; allowed: {', '.join(DTYPES)}")
-    return reasons + missing(_installation_reasons)
+    if reasons or arch is None:
+        return reasons + missing(_installation_reasons)
+    variant = arch, dtype, head_dim_qk, head_dim_v, is_causal, with_lse, any_scale
+    return missing(lambda: _installation_reasons() + _compiler_reasons(*variant))
+
+
+def _compiler_reasons(*variant: Any) -> list[str]:
+    if shutil.which(_linker()) is not None:
+        return []
+    try:
+        there = cached_path(*_artefact(*variant)).exists()
+    except MLABuildError:
+        there = False
+    return [] if there else [f"C++ compiler: got {_linker()!r}, not on PATH, and nothing in the cache; allowed: g++, or what CXX names"]
 
 
 def _installation_reasons() -> list[str]:
@@ -76,8 +91,6 @@ def _installation_reasons() -> list[str]:
     for module in COMPILER_IMPORTS:
         if not _importable(module):
             reasons.append(f"python package {module}: got none; allowed: any version (the compiler imports it)")
-    if shutil.which(_linker()) is None:
-        reasons.append(f"C++ compiler: got {_linker()!r}, not on PATH; allowed: g++, or what CXX names")
     return reasons
 
 
@@ -109,19 +122,8 @@ def build(arch: str, dtype: str, head_dim_qk: int, head_dim_v: int, is_causal: b
     """
     from tvm_ffi import libinfo
 
-    flags = {"is_causal": bool(is_causal), "with_lse": bool(with_lse), "any_scale": bool(any_scale)}
-    variant = {"arch": arch, "dtype": dtype, "head_dim_qk": head_dim_qk, "head_dim_v": head_dim_v, **flags}
-    name = f"fa4-{arch}-{dtype}-{head_dim_qk}x{head_dim_v}-{'causal' if is_causal else 'full'}{'-lse' * flags['with_lse']}{'-anyscale' * flags['any_scale']}"
-    libraries = _runtime_libraries()
-    door = [] if any_scale else ["-O2", "-fPIC", f"-DSMALLEST_SCALE={SMALLEST_SCALE!r}"]
-    key = {
-        "variant": variant,
-        "source": [path.read_text() for path in (*(Path(__file__).parent / name for name in ("fa4_kernels.py", "fa4_compiler.py")), _DOOR)],
-        "door": door,
-        "versions": {each: package_version(each) for each in ("flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-ffi")},
-        # The library finds these by their paths: a moved environment must not find it.
-        "libraries": libraries,
-    }
+    name, key = _artefact(arch, dtype, head_dim_qk, head_dim_v, is_causal, with_lse, any_scale)
+    variant, libraries, door = key["variant"], key["libraries"], key["door"]
 
     def make(made: Path) -> None:
         compiled = made.with_suffix(".o")
@@ -131,6 +133,20 @@ def build(arch: str, dtype: str, head_dim_qk: int, head_dim_v: int, is_causal: b
         run_tool([_linker(), "-shared", "-o", str(made), *checked, str(compiled), *libraries, *found_at], name)
 
     return cached(name, key, make)
+
+
+def _artefact(arch: str, dtype: str, head_dim_qk: int, head_dim_v: int, is_causal: bool, with_lse: bool, any_scale: bool) -> tuple[str, dict[str, Any]]:
+    """Name and key of a variant's library in the cache."""
+    flags = {"is_causal": bool(is_causal), "with_lse": bool(with_lse), "any_scale": bool(any_scale)}
+    name = f"fa4-{arch}-{dtype}-{head_dim_qk}x{head_dim_v}-{'causal' if is_causal else 'full'}{'-lse' * flags['with_lse']}{'-anyscale' * flags['any_scale']}"
+    return name, {
+        "variant": {"arch": arch, "dtype": dtype, "head_dim_qk": head_dim_qk, "head_dim_v": head_dim_v, **flags},
+        "source": [path.read_text() for path in (*(Path(__file__).parent / name for name in ("fa4_kernels.py", "fa4_compiler.py")), _DOOR)],
+        "door": [] if any_scale else ["-O2", "-fPIC", f"-DSMALLEST_SCALE={SMALLEST_SCALE!r}"],
+        "versions": {each: package_version(each) for each in ("flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-ffi")},
+        # The library finds these by their paths: a moved environment must not find it.
+        "libraries": _runtime_libraries(),
+    }
 
 
 def _compile(variant: dict[str, Any], made: Path, name: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mla_interop.errors import MLABuildError
-from mla_interop.kernels import fa4
+from mla_interop.kernels import build, fa4
 
 ROOT = Path(__file__).parents[2]
 MISSING = fa4.unsupported_reasons((9, 0), "bfloat16", 192, 128)
@@ -22,7 +22,7 @@ VARIANT = ("sm_90a", "bfloat16", 192, 128, True, True)
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if everything that the build needs were installed in its proven version."""
-    monkeypatch.setattr(fa4, "package_version", lambda distribution: fa4.PROVEN_VERSIONS[distribution][0])
+    monkeypatch.setattr(fa4, "package_version", lambda distribution: fa4.PROVEN_VERSIONS.get(distribution, ("1",))[0])
     monkeypatch.setattr(fa4, "_importable", lambda module: True)
     monkeypatch.setenv("CXX", sys.executable)
 
@@ -85,8 +85,24 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch, distributio
 def test_missing_tools_are_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fa4, "_importable", lambda module: module != "quack")
     monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(fa4, "_runtime_libraries", list)
     package, compiler = fa4.unsupported_reasons((9, 0), "bfloat16", 192, 128)
     assert "quack" in package and "no-such-compiler" in compiler
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_library_in_the_cache_needs_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of the variant that is asked for, and no other."""
+    monkeypatch.setattr(fa4, "_runtime_libraries", list)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("MLA_INTEROP_CACHE", str(tmp_path))
+    variants = [(causal, lse, any_scale) for causal in (True, False) for lse in (True, False) for any_scale in (True, False)]
+    for number, variant in enumerate(variants):
+        problem = (9, 0), "bfloat16", 192, 128, *variant
+        (reason,) = fa4.unsupported_reasons(*problem)
+        assert "no-such-compiler" in reason and "nothing in the cache" in reason
+        build.cached_path(*fa4._artefact("sm_90a", *problem[1:])).write_bytes(b"")
+        assert fa4.unsupported_reasons(*problem) == [] and len(list(tmp_path.iterdir())) == number + 1
 
 
 class DeviceTensor:
@@ -162,7 +178,7 @@ WRONG = {
 
 FRESH_PROCESS = """
 import json, os, sys
-from mla_interop.kernels import fa4
+from mla_interop.kernels import build, fa4
 environment, variant = dict(os.environ), json.loads(sys.argv[1])
 path = fa4.build(*variant)
 fa4.load(*variant)
