@@ -15,6 +15,8 @@ from cases import Problem
 
 torch = pytest.importorskip("torch")
 
+import tvm_ffi  # noqa: E402
+
 import mla_interop  # noqa: E402
 import torch_side  # noqa: E402
 from mla_interop import MLABuildError, MLAInputError  # noqa: E402
@@ -247,6 +249,28 @@ def test_the_device_is_a_part_of_the_key(native: Native) -> None:
     for each in (call, moved, call, moved):
         each.assert_right(each.run())
     assert native.library.remembered() == 2
+
+
+@pytest.mark.parametrize("name", ["packed", "bounds", "one row", "one sequence", "equal lengths", "dense", "dense, one query", "dense, one of it"])
+def test_a_kernel_gets_from_cpp_what_it_gets_from_python(name: str, native: Native, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each array's shape and strides, for this machine's kernel may not look at all of them, and all that is no array."""
+    passed: list[Any] = []
+
+    def described(x: Any) -> Any:
+        return (tuple(x.shape), tuple(x.strides), str(x.dtype)) if hasattr(x, "strides") else x
+
+    recorder = tvm_ffi.convert(lambda *arguments: passed.append([described(x) for x in arguments]))
+    remember = op._remember
+    monkeypatch.setattr(op, "_remember", lambda prepared, *arrays: remember(prepared._replace(launch=recorder), *arrays))
+    real = op.launch
+    monkeypatch.setattr(op, "launch", lambda prepared, *rest: real(prepared._replace(launch=recorder), *rest))
+    call = SERVED[name]()
+    for kind in KINDS:
+        passed.clear()
+        call.run(kind)
+        before = len(native.asked)
+        call.run(kind)
+        assert len(native.asked) == before and passed[0] == passed[1], kind
 
 
 def refused_values(*values: int) -> Any:
