@@ -16,14 +16,14 @@ from mla_interop.errors import input_error
 from mla_interop.measured import FORMAT
 from mla_interop.selector_config import nearest_power_of_two
 
-# Of all that is measured, what a user's call takes: from torch, with prepared metadata. And the part of an entry that it goes into.
-_FRAMEWORK, _NAMES = "torch", {"mla_interop": "us", "mla_interop + lse": "us_lse"}
+# Of all that is measured, what a user's call takes, with prepared metadata, and the part of an entry that it goes into.
+_NAMES = {"mla_interop": "us", "mla_interop + lse": "us_lse"}
 
 
 def render(results: dict[str, Any], source: str) -> dict[str, Any]:
     """A table (``mla_interop.measured`` reads it) from results in the format of ``mla_interop.bench.run``.
 
-    Problems that fall into one bucket of shapes are averaged, geometrically.
+    Calls from torch and from JAX are averaged, geometrically, since one choice serves both; so are problems that fall into one bucket of shapes.
 
     Args:
         results: ``environment`` and ``rows``; a capability that ``environment`` lacks is that of the known GPU of its name.
@@ -35,7 +35,7 @@ def render(results: dict[str, Any], source: str) -> dict[str, Any]:
     environment = results["environment"]
     found: dict[tuple[Any, ...], dict[str, dict[str, list[float]]]] = {}
     for row in results["rows"]:
-        if row["framework"] != _FRAMEWORK or row["name"] not in _NAMES or not row["kernel"] or "us" not in row:
+        if row["name"] not in _NAMES or not row["kernel"] or "us" not in row:
             continue
         problem = problem_named(row["problem"])
         dims = tuple(row.get("dims", (QK_HEAD_DIM, V_HEAD_DIM)))

@@ -26,15 +26,16 @@ TIMES = {
 
 
 def results(times: dict[str, dict[str, float]] = TIMES, machine: str = "NVIDIA H200", **environment: Any) -> dict[str, Any]:
-    """A result file in the benchmarks' format, with rows that must not count."""
+    """A result file in the benchmarks' format: the times are the geometric means of the two frameworks'. With rows that must not count."""
     rows = []
     for problem, kernels in times.items():
         head = {"problem": problem, "dtype": "bfloat16"}
         for kernel, us in kernels.items():
-            rows.append({**head, "framework": "torch", "name": "mla_interop", "kernel": kernel, "us": us, "err_out": 0.002})
-            rows.append({**head, "framework": "torch", "name": "mla_interop + lse", "kernel": kernel, "us": us})
+            for framework, factor in (("torch", 4), ("jax", 1 / 4)):
+                rows.append({**head, "framework": framework, "name": "mla_interop", "kernel": kernel, "us": us * factor, "err_out": 0.002})
+                rows.append({**head, "framework": framework, "name": "mla_interop + lse", "kernel": kernel, "us": us * factor})
             rows.append({**head, "framework": "torch", "name": "kernel object", "kernel": kernel, "us": us / 1000})
-            rows.append({**head, "framework": "jax", "name": "mla_interop", "kernel": kernel, "us": us / 1000})
+            rows.append({**head, "framework": "jax", "name": "mla_interop, outside jit", "kernel": kernel, "us": us * 1000})
         rows.append({**head, "framework": "torch", "name": "mla_interop", "kernel": "CUDNN.graph", "failed": "RuntimeError"})
     return {"environment": {"machine": machine, "date": "2026-01-02", "versions": {"torch": "2.11"}, **environment}, "rows": rows}
 
@@ -214,7 +215,7 @@ def test_what_ships_is_rendered_from_its_source(path: Path, tmp_path: Path) -> N
 @pytest.mark.usefixtures("all_installed")
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
 def test_the_choice_is_within_three_percent_of_the_best_at_every_shape_that_was_measured(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of all our kernels, as called from either framework, though the table is made from calls from torch."""
+    """Of all our kernels, as called from either framework."""
     monkeypatch.setenv("MLA_INTEROP_CACHE", str(tmp_path))
     table = json.loads(path.read_text())
     times: dict[tuple[str, ...], dict[str, float]] = {}
@@ -227,9 +228,7 @@ def test_the_choice_is_within_three_percent_of_the_best_at_every_shape_that_was_
         options = {"dtype": dtype, "scale": 192**-0.5, "needs_lse": kind.endswith("lse")}
         made = explain(problem(shape.heads, shape.tokens, len(shape.lengths), table["entries"][0]["device"], **options))
         row = next(row for row in made.rows if row.backend == made.chosen)
-        # In a JAX program an LSE costs less than from torch, where it is an allocation more: the nearest two change places at one shape.
-        limit = 1.05 if (kind, framework) == ("mla_interop + lse", "jax") else 1.03
-        assert us[f"{row.backend}.{row.variant}"] <= limit * min(us.values()), (name, dtype, kind, framework, us)
+        assert us[f"{row.backend}.{row.variant}"] <= 1.03 * min(us.values()), (name, dtype, kind, framework, us)
 
 
 def test_tune_measures_this_machine_and_the_choice_follows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What the tests of compiled calls share."""
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 def fresh_dynamo() -> Iterator[None]:
     """Dynamo counts recompilations per code object, across tests. Calls are without grad."""
     torch = pytest.importorskip("torch")
-    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own code, which this may be the first to import
+        torch._dynamo.reset()
     with torch.no_grad():
         yield
