@@ -9,7 +9,8 @@ from mla_interop.call_forms import dense_call, metadata_for
 from mla_interop.errors import input_error
 from mla_interop.prefill import make_options
 from mla_interop.sequences import PrefillMetadata
-from torch_side.launch import call, check_out
+from torch_side.eager import call
+from torch_side.launch import check_out
 from torch_side.metadata import prepare_metadata as prepare_metadata
 from torch_side.sharding import distributed_call, is_distributed
 from torch_side.tracing import check_grad, traced_call

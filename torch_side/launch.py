@@ -56,24 +56,14 @@ _shared: dict[Any, Prepared] = {}
 find_shared = _shared.get
 
 
-def call(q: Any, k: Any, v: Any, options: Options, metadata: PrefillMetadata, out: Any, own: bool = False) -> Any:
-    """One call on packed tensors. ``own``: no other call knows this metadata.
+def prepared_call(q: Any, k: Any, v: Any, options: Options, metadata: PrefillMetadata, own: bool = False) -> tuple[Prepared, Arrays]:
+    """What a call on packed tensors launches; found where a call like it was prepared before. ``own``: no other call knows this metadata.
 
     Raises:
         MLAInputError: A tensor is a view with the negative bit, or has no memory.
     """
-    prepared, arrays = prepared_call(q, k, v, options, metadata, own)
-    return launch(prepared, arrays, q, k, v, out)
-
-
-def prepared_call(q: Any, k: Any, v: Any, options: Options, metadata: PrefillMetadata, own: bool = False) -> tuple[Prepared, Arrays]:
-    """What :func:`call` launches; found where a call like it was prepared before.
-
-    Raises:
-        MLAInputError: As there.
-    """
-    if q.is_neg() or k.is_neg() or v.is_neg():  # such a view holds its values with the other sign, which no kernel knows
-        raise input_error("q, k, v", "a view with the negative bit", "tensors that hold their values", "resolve_neg() makes one.")
+    if q.is_neg() or k.is_neg() or v.is_neg():
+        refuse_bit(q=q, k=k, v=v)
     key = call_key(q, k, v, options)
     # A choice is kept by the metadata: preparing new metadata is how a change of the environment takes effect.
     found = metadata._memo.get(key)
@@ -103,6 +93,18 @@ def no_memory(why: object) -> Exception:
         "Under torch.func.vmap, give the mapped dimension as the batch of a dense [B, T, N, D] call, or as sequences of a packed one. "
         "Under torch.func.grad and jvp there is no derivative: jax_side with backend='REFERENCE' is differentiable.",
     )
+
+
+def refuse_bit(**tensors: Any) -> None:
+    """Refuse the first that is a view with the negative (or, of complex numbers, conjugate) bit: no kernel knows that its values are others.
+
+    Raises:
+        MLAInputError: There is one.
+    """
+    for name, x in tensors.items():
+        if isinstance(x, torch.Tensor) and (x.is_neg() or x.is_conj()):
+            bit = "negative" if x.is_neg() else "conjugate"
+            raise input_error(name, f"a view with the {bit} bit", "a tensor that holds its values", "resolve_neg() or resolve_conj() makes one.")
 
 
 def prepared_for(q: Any, k: Any, v: Any, options: Options, bounds: Bounds, has_plan: bool, key: Any) -> Prepared:
@@ -282,8 +284,10 @@ def spec(x: torch.Tensor) -> TensorSpec:
 def check_out(out: Any, shape: tuple[int, ...], q: torch.Tensor, dtype: torch.dtype | None) -> None:
     """Refuse a buffer that the result does not fit; ``dtype`` is None where the kernel, which decides it, is not known yet."""
     good = isinstance(out, torch.Tensor) and tuple(out.shape) == shape and dtype in (None, out.dtype)
-    if not good or out.device != q.device or not out.is_contiguous() or _is_negated(out):
+    if not good or out.device != q.device or not out.is_contiguous():
         raise input_error("out", _described(out), f"a contiguous tensor of shape {shape}, {dtype or q.dtype}, on {q.device}")
+    if not torch.compiler.is_dynamo_compiling():  # which does not know how to ask; the operator does
+        refuse_bit(out=out)
     if out.requires_grad and torch.is_grad_enabled():
         raise input_error("out", "a tensor that requires grad in grad mode", "one that does not", "Nothing here is differentiable.")
 
@@ -304,13 +308,8 @@ def _span(x: torch.Tensor) -> int:
     return (sum((extent - 1) * stride for extent, stride in zip(x.shape, x.stride())) + 1) * x.element_size()
 
 
-def _is_negated(out: torch.Tensor) -> bool:
-    """Whether a view holds its values with the other sign, which no kernel knows; nor does Dynamo know how to ask."""
-    return not torch.compiler.is_dynamo_compiling() and out.is_neg()
-
-
 def _described(out: Any) -> str:
     if not isinstance(out, torch.Tensor):
         return type(out).__name__
     layout = f"strides {out.stride()}" if out.layout == torch.strided else str(out.layout)
-    return f"{tuple(out.shape)}, {out.dtype}, {out.device}, {layout}{', negative bit set' * _is_negated(out)}"
+    return f"{tuple(out.shape)}, {out.dtype}, {out.device}, {layout}"

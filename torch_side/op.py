@@ -16,10 +16,13 @@ text (:class:`Fixed`), and equal lengths are passed once.
 
 import contextlib
 import functools
+import itertools
 import json
+import weakref
 from typing import Any, NamedTuple
 
 import torch
+import tvm_ffi
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from mla_interop.call_forms import check_tensors, dense_call
@@ -29,13 +32,26 @@ from mla_interop.kernels import torch_op
 from mla_interop.lengths import check_device_lengths, check_maximum
 from mla_interop.prefill import Options
 from mla_interop.sequences import Bounds, PrefillMetadata, dense_metadata
-from torch_side.launch import DTYPE_NAMES, Arrays, Prepared, call_key, check_out, find_shared, launch, no_memory, on_device, prepared_call, prepared_for
+from torch_side.launch import (
+    DTYPE_NAMES,
+    Arrays,
+    Prepared,
+    call_key,
+    check_out,
+    find_shared,
+    launch,
+    no_memory,
+    on_device,
+    prepared_call,
+    prepared_for,
+    refuse_bit,
+)
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? plan, SymInt? num_tokens_q, SymInt? num_tokens_k, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? scale, str options"
 )
-_NAMES = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "plan", *[""] * 6, "out")
+_NAMES = [part.split()[-1] for part in f"{_ARGUMENTS}, Tensor out".split(", ")]
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _NO_BOUNDS = Bounds(0, None, None, True, True, None, None)
 _library = torch.library.Library("mla_interop", "DEF")
@@ -84,7 +100,9 @@ def _run(
     out: Any = None,
 ) -> Any:
     """An operator: what an eager call does, but that nothing is known of the lengths except bounds. With ``out`` it returns lse, or None."""
-    if cu_q is None:
+    if text[0] == Offer.MARK:
+        made = _run_offered(_offers[text], q, k, v, out)
+    elif cu_q is None:
         made = _run_equal(q, k, v, _options(text, scale, return_lse), out)
     else:
         rest = return_lse, num_q, num_k, max_q, max_k, scale, text
@@ -131,13 +149,56 @@ def _run_equal(q: Any, k: Any, v: Any, options: Options, out: Any) -> Any:
     return dense_call(q, k, v, (), run)
 
 
+class Offer:
+    """An eager call through the operators: what it does is known of its metadata, and its text only names it.
+
+    Attributes:
+        arguments: The operators', from ``cu_seqlens_q`` to ``options``.
+    """
+
+    MARK = "#"
+    __slots__ = ("__weakref__", "_metadata", "arguments", "options")
+
+    def __init__(self, options: Options, metadata: PrefillMetadata, arrays: Arrays) -> None:
+        cu_q, cu_k, plan = arrays
+        text = f"{self.MARK}{next(_numbers)}"
+        self.options, self._metadata = options, weakref.ref(metadata)  # which holds this
+        self.arguments = (cu_q, None if cu_k is cu_q else cu_k, plan, None, None, None, None, None, text)
+        _offers[text] = self
+
+    @property
+    def metadata(self) -> PrefillMetadata:
+        """Whoever calls has it."""
+        metadata = self._metadata()
+        assert metadata is not None
+        return metadata
+
+
+_numbers = itertools.count()
+_offers: weakref.WeakValueDictionary[str, Offer] = weakref.WeakValueDictionary()
+
+
+def _run_offered(offer: Offer, q: Any, k: Any, v: Any, out: Any) -> Any:
+    prepared, arrays = prepared_call(q, k, v, offer.options, offer.metadata)
+    made = launch(prepared, arrays, q, k, v, out)
+    # Another T may have another work list, which is not among the arguments.
+    if arrays[0] is offer.arguments[0] and arrays[2] is offer.arguments[2]:
+        _remember(prepared)
+    return made
+
+
 def _remember(prepared: Prepared, arrays: Arrays | tuple[None, None, None] = (None, None, None)) -> None:
     """Let C++ serve calls like this one, where all that is left to do is the launch of a native kernel.
 
     ``arrays``: Lengths and work list that are not among the operator's arguments.
     """
-    if prepared.runs == "kernel" and prepared.adjust is None and not prepared.no_capture:
+    if can_be_remembered(prepared):
         torch_op.remember(prepared.launch, prepared.out_dtype, prepared.scratch_floats, prepared.scalars, arrays)
+
+
+def can_be_remembered(prepared: Prepared) -> bool:
+    """Whether all that is left to do is the launch of a native kernel."""
+    return prepared.runs == "kernel" and prepared.adjust is None and not prepared.no_capture and isinstance(prepared.launch, tvm_ffi.Function)
 
 
 def _fake(return_lse: bool, has_out: bool, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *_: Any) -> Any:
@@ -168,11 +229,9 @@ def _vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
 
 
 def _refuse_bit(*arguments: Any) -> Any:
-    """Views with the negative (or, of complex numbers, conjugate) bit, which no kernel knows. Torch would call again with copies, and put that of ``out``
-    in the place of a result that is none: it crashes. Inductor drops the bit."""
-    name, x = next((name, x) for name, x in zip(_NAMES, arguments) if isinstance(x, torch.Tensor) and (x.is_neg() or x.is_conj()))
-    got = f"{name} as a view with the {'negative' if x.is_neg() else 'conjugate'} bit"
-    raise input_error("q, k, v", got, "tensors that hold their values", "resolve_neg() makes one.")
+    """What torch dispatches views to whose values are others. It would call again with copies, and put that of ``out`` in the place of a result that is
+    none: it crashes. Inductor drops the bit."""
+    refuse_bit(**dict(zip(_NAMES, arguments)))
 
 
 def _operator(name: str, returns: str, return_lse: bool, out: str = "") -> Any:

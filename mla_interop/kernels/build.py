@@ -140,18 +140,34 @@ def compile_cpp(
         flags: Further compiler flags.
         depends: Versions of whatever the result depends on besides the sources and TVM FFI.
     """
+    command = _cpp_command(sources, include, library_dirs, libraries, flags)
+    return cached(name, _key(command, sources, depends), lambda out: run_tool([*command, "-o", str(out)], name))
+
+
+def is_cpp_built(
+    name: str,
+    sources: Sequence[str],
+    *,
+    include: Sequence[str] = (),
+    library_dirs: Sequence[str] = (),
+    libraries: Sequence[str] = (),
+    flags: Sequence[str] = (),
+    depends: Mapping[str, str] | None = None,
+) -> bool:
+    """Whether :func:`compile_cpp` would find its library in the cache."""
+    return cached_path(name, _key(_cpp_command(sources, include, library_dirs, libraries, flags), sources, depends)).exists()
+
+
+def _cpp_command(sources: Sequence[str], include: Sequence[str], library_dirs: Sequence[str], libraries: Sequence[str], flags: Sequence[str]) -> list[str]:
     from tvm_ffi import libinfo
 
     compiler = os.environ.get("CXX", "g++")
-    includes = [*libinfo.include_paths(), *include]
-    tvm_ffi_dir = str(Path(libinfo.find_libtvm_ffi()).parent)
-    dirs = [tvm_ffi_dir, *library_dirs]
+    dirs = [str(Path(libinfo.find_libtvm_ffi()).parent), *library_dirs]
     command = [compiler, "-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", *flags]
-    command += [f"-I{path}" for path in includes]
+    command += [f"-I{path}" for path in (*libinfo.include_paths(), *include)]
     command += [str(SOURCES / source) for source in sources]
     command += [f"-L{path}" for path in dirs] + [f"-Wl,-rpath,{path}" for path in dirs]
-    command += ["-ltvm_ffi", *[f"-l{library}" for library in libraries]]
-    return cached(name, _key(command, sources, depends), lambda out: run_tool([*command, "-o", str(out)], name))
+    return [*command, "-ltvm_ffi", *[f"-l{library}" for library in libraries]]
 
 
 def wheel_folders(kind: str) -> Iterator[Path]:

@@ -1,6 +1,7 @@
 """Builds, loads and feeds the C++ side of ``torch_side``'s operators (``csrc/torch_op.cc``), which launches native kernels without any Python.
 
 It is built against the installed torch, some ten seconds once, when a program first calls an operator; ``mla-interop warmup`` builds it beforehand.
+Eager calls do without it until it is there.
 """
 
 import functools
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_interop.errors import MLABuildError
-from mla_interop.kernels.build import compile_cpp, open_library, package_version
+from mla_interop.kernels.build import compile_cpp, is_cpp_built, open_library, package_version
 
 _log = logging.getLogger("mla_interop")
 _lock = threading.Lock()
@@ -23,18 +24,34 @@ def build() -> Path:
     Raises:
         MLABuildError: There is no compiler, or no torch to build against, or the build failed.
     """
+    return compile_cpp(*_LIBRARY, **_options())
+
+
+_LIBRARY = "torch_op", ["torch_op.cc"]
+
+
+def _options() -> dict[str, Any]:
     found = importlib.util.find_spec("torch")
     if found is None or not found.origin:
         raise MLABuildError("cannot build torch_op: python package torch: got none. Install mla-interop[torch].")
     root = Path(found.origin).parent
-    return compile_cpp(
-        "torch_op",
-        ["torch_op.cc"],
-        flags=["-isystem", str(root / "include")],
-        library_dirs=[str(root / "lib")],
-        libraries=["c10", "torch_cpu"],
-        depends={"torch": package_version("torch")},
-    )
+    return {
+        "flags": ["-isystem", str(root / "include")],
+        "library_dirs": [str(root / "lib")],
+        "libraries": ["c10", "torch_cpu"],
+        "depends": {"torch": package_version("torch")},
+    }
+
+
+def at_hand() -> bool:
+    """Whether C++ can serve calls without anybody waiting for a build: the library is loaded, or in the cache."""
+    with _lock:
+        return (_library.cache_info().currsize > 0 or _is_built()) and _library() is not None
+
+
+@functools.cache
+def _is_built() -> bool:
+    return is_cpp_built(*_LIBRARY, **_options())
 
 
 @functools.cache

@@ -103,10 +103,11 @@ def test_only_metadata_that_was_made_for_it_is_updated() -> None:
 
 def test_a_captured_stream_gets_no_first_call_and_no_kernel_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands between a call and a launch during a capture, with the stream's state pretended."""
+    monkeypatch.setattr("mla_interop.kernels.torch_op.at_hand", lambda: False)
     q, k, v = arrays()
     metadata = changing(*BATCHES[0])
     torch_side.mla_prefill(q, k, v, metadata=metadata)
-    (key, (prepared, lengths)), *_ = [item for item in metadata._memo.items() if isinstance(item[1][0], launch.Prepared)]
+    (key, (prepared, lengths)), *_ = [item for item in metadata._memo.items() if isinstance(item[1], tuple) and isinstance(item[1][0], launch.Prepared)]
     launched = []
     fake = prepared._replace(launch=lambda *arguments: launched.append(arguments), no_capture="CUDNN.graph.sm_90")
     metadata._memo[key] = fake, lengths
