@@ -132,12 +132,24 @@ def _around(results: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for row in results.get("host", ()):
         if "us" in row:
             yield row["name"], _host_cell(row)
-    for row in results.get("pairs", ()):
-        ours, theirs = row["names"]
-        yield f"{ours} ({row['framework']}, `{row['kernel']}`, {row['problem']}) over {theirs}, by turns", f"{row['ratio']:.3f}"
     for row in results.get("soak", ()):
         grown = ", ".join(f"{value:,} {name.removeprefix('grown_').replace('_', ' ')}" for name, value in row.items() if name.startswith("grown_"))
         yield f"growth over the second half of {row['name'].replace(str(row['calls']), format(row['calls'], ','))}", grown
+
+
+def pairs(results: dict[str, Any]) -> str:
+    """Ratios of what was measured by turns, a row for each pair; "" where none was."""
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in results.get("pairs", ()):
+        found.setdefault((row["framework"], *row["names"], row["kernel"]), {})[row["problem"]] = f"{row['ratio']:.3f}"
+    if not found:
+        return ""
+    problems = list(dict.fromkeys(problem for cells in found.values() for problem in cells))
+    lines = [f"| from | call | over | kernel | {' | '.join(problems)} |", "|---|---|---|---|" + "---:|" * len(problems)]
+    for (framework, ours, theirs, kernel), cells in found.items():
+        lines.append(f"| {framework} | {ours} | {theirs} | `{kernel}` | {' | '.join(cells.get(problem, '') for problem in problems)} |")
+    head = "Ratios of two calls' times that were measured by turns and with nothing between, which a GPU's clock cannot tell apart:"
+    return "\n".join([head, "", *lines])
 
 
 def _host_cell(row: dict[str, Any]) -> str:
@@ -166,12 +178,12 @@ def times(files: list[dict[str, Any]], main_only: bool = False) -> str:
                 "</details>",
                 "",
             ]
-    around = "" if main_only else host(files)
+    more = () if main_only else (pairs(files[0]), host(files))
     captions = [caption(files[0])]
     for results in files[1:]:
         same = results["environment"] == files[0]["environment"]
         captions.append(f"{MARK.strip()} From another run" + (f". {results.get('note', '')}" if same else f": {caption(results)}"))
-    return "\n".join([*parts, *([around, ""] if around else []), "\n\n".join(captions).rstrip()])
+    return "\n".join([*parts, *(line for text in more if text for line in (text, "")), "\n\n".join(captions).rstrip()])
 
 
 def layers(files: list[dict[str, Any]]) -> str:

@@ -109,6 +109,18 @@ def test_a_table_of_times() -> None:
     assert text.endswith("† From another run. Cut off.")
 
 
+def test_a_table_of_pairs() -> None:
+    head = {"framework": "jax", "names": ["mine", "theirs"], "dtype": "bfloat16"}
+    rows = [{**head, "kernel": kernel, "problem": problem, "ratio": ratio} for kernel, problem, ratio in (("A", "p", 0.5), ("B", "r", 2.0), ("A", "r", 1.25))]
+    assert tables.pairs({"pairs": rows}).splitlines()[2:] == [
+        "| from | call | over | kernel | p | r |",
+        "|---|---|---|---|---:|---:|",
+        "| jax | mine | theirs | `A` | 0.500 | 1.250 |",
+        "| jax | mine | theirs | `B` |  | 2.000 |",
+    ]
+    assert tables.pairs({"rows": []}) == ""
+
+
 def test_a_table_of_two_gpus(tmp_path: Path) -> None:
     head = {"framework": "jax", "name": "plain jit", "kernel": "FLASH_ATTN.fa4"}
     rows = [{**head, "one_us": 1143.2, "all_us": 571.6, "ratio": 0.5, "difference": 0.0}, {**head, "kernel": "CUDNN.graph", "failed": "RuntimeError: no"}]
