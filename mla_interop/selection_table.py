@@ -2,6 +2,7 @@
 
 import html
 import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ _WIDTH = 110  # columns
 
 @dataclass(frozen=True)
 class Row:
-    """One backend's line."""
+    """One backend's line. ``instead_of``: where its kernel is Python, the one that it would prefer, and why that cannot be had."""
 
     backend: str
     valid: bool
@@ -24,13 +25,16 @@ class Row:
     copies: tuple[str, ...]
     versions: tuple[str, ...]
     us: float | None = None
+    instead_of: str = ""
 
     @classmethod
-    def of(cls, backend: str, reasons: tuple[str, ...], kernel: Kernel | None, us: float | None = None) -> "Row":
-        """From a backend's reasons, its preferred kernel (None where it has none), and the microseconds that were measured for it."""
+    def of(cls, backend: str, reasons: tuple[str, ...], kernel: Kernel | None, us: float | None = None, refused: Sequence[str] = ()) -> "Row":
+        """From a backend's reasons, its preferred kernel (None where it has none), the microseconds that were measured for it, and why other kernels
+        are not to be had."""
         if kernel is None:
             return cls(backend, False, reasons, "", "", "", (), ())
-        return cls(backend, not reasons, reasons, kernel.name, kernel.variant, kernel.kind, copies_of(kernel), kernel.versions, us)
+        instead_of = refused[0] if refused and kernel.kind == "python" else ""
+        return cls(backend, not reasons, reasons, kernel.name, kernel.variant, kernel.kind, copies_of(kernel), kernel.versions, us, instead_of)
 
 
 def copies_of(kernel: Kernel) -> tuple[str, ...]:
@@ -112,7 +116,7 @@ class SelectionTable:
             return "; ".join(row.reasons)
         times = () if row.us is None else (f"{row.us:.1f} us",)
         known = (version for version in row.versions if not version.endswith(" none"))  # of a package that is assumed to be there
-        detail = "; ".join((row.variant, *times, *known, *row.copies))
+        detail = "; ".join((row.variant, *times, *known, *row.copies, *([f"instead of {row.instead_of}"] if row.instead_of else [])))
         if row.backend != self.chosen:
             return detail
         asked = "asked for" if row.backend in self.explicit else "first valid in the order" if row.us is None else "fastest that was measured"

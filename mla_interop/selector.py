@@ -139,25 +139,27 @@ def _warn(table: SelectionTable, name: str, kernel: str, tried: dict[str, str]) 
 
 def _row(name: str, config: MLAPrefillSelectorConfig, allow_reference: bool, measured: Times | None) -> Row:
     try:
-        reasons, kernels = within(PROBE_SECONDS, f"the probe of {name}", functools.partial(_probe, name, config, measured))
+        reasons, kernels, refused = within(PROBE_SECONDS, f"the probe of {name}", functools.partial(_probe, name, config, measured))
     except Exception as error:  # whatever a backend's probe raises is a reason, and stops no other backend (oumi#2586)
         reasons, kernels = [str(error) if isinstance(error, MLAUnavailableError) else f"its probe failed: {type(error).__name__}: {error}"], []
+        refused = []
     if name == "REFERENCE" and not allow_reference:
         reasons, kernels = [*reasons, "not allowed (allow_reference=False)"], []
     us = measured.of(name.partition(".")[0], kernels[0].variant) if measured and kernels else None
-    return Row.of(name, tuple(reasons), kernels[0] if kernels else None, us)
+    return Row.of(name, tuple(reasons), kernels[0] if kernels else None, us, [] if "." in name else refused)
 
 
-def _probe(name: str, config: MLAPrefillSelectorConfig, measured: Times | None) -> tuple[list[str], list[Kernel]]:
+def _probe(name: str, config: MLAPrefillSelectorConfig, measured: Times | None) -> tuple[list[str], list[Kernel], list[str]]:
+    """Reasons against a backend, its kernels, and the reasons why others are not among them."""
     cls = backend_class(name)
     said: Any = cls.validate_configuration(config)
     reasons = [said] if isinstance(said, str) else [str(reason) for reason in said]  # anyone may have written the class
     kernels = [] if reasons else kernels_of(name, config, measured)
+    made, refused = cls.kernels(config) if not reasons else ([], [])
     if not reasons and not kernels:
-        made, refused = cls.kernels(config)
         wanted = f"no kernel {name.partition('.')[2]} (can be used: {', '.join(kernel.variant for kernel in made)})"
         reasons = [*refused, wanted if made else "no kernel for this configuration"]
-    return reasons, kernels
+    return reasons, kernels, refused
 
 
 def kernels_of(name: str, config: MLAPrefillSelectorConfig, measured: Times | None = None) -> list[Kernel]:

@@ -24,7 +24,7 @@ from mla_interop import (
 from mla_interop.backends import registry
 from mla_interop.backends.base import Kernel, MLAPrefillBackend
 from mla_interop.backends.registry import ORDERS, MLAPrefillBackendEnum, backend_class, names, order_for
-from mla_interop.config import ENVIRONMENT, environment_key
+from mla_interop.config import ENVIRONMENT, environment_key, use_config
 from mla_interop.installed import assume_installed
 from mla_interop.selector import clear_cache, explain, get_mla_prefill_backend, select
 from mla_interop.selector_config import DTYPES
@@ -319,6 +319,17 @@ def test_the_choice_is_the_first_of_the_order_that_the_support_has(capability: s
     table = explain(problem(capability, dimensions=dimensions, dtype=dtype, scale=dimensions.qk_head_dim**-0.5))
     served = [name for name in table.order if answer(name, dimensions, capability or "cpu", dtype)[0]]
     assert table.chosen == (served[0] if served else None)
+
+
+@pytest.mark.usefixtures("all_installed")
+def test_a_python_kernel_says_what_it_stands_for_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slower by tens of microseconds a call, where the backend's name says nothing of it."""
+    monkeypatch.setattr("mla_interop.kernels.fa4.unsupported_reasons", lambda *arguments: ["no luck"])
+    with use_config({"policy": "order"}):
+        table = explain(problem("9.0"))
+    row = next(row for row in table.rows if row.backend == "FLASH_ATTN")
+    assert (row.kind, row.variant, row.instead_of) == ("python", "fa4api", "fa4: no luck") and "instead of fa4: no luck" in str(table)
+    assert not any(row.instead_of for row in table.rows if row.kind != "python"), "a compiled one is as good as another"
 
 
 @pytest.fixture
