@@ -77,17 +77,17 @@ def call_key(q: Any, k: Any, v: Any, options: Any) -> Any:
         MLAInputError: Tensors without memory: inside ``torch.func`` transformations they are shells.
     """
     try:
-        places = (q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15)
+        places = q.data_ptr(), k.data_ptr(), v.data_ptr()
     except RuntimeError as error:
         raise no_memory(error) from None
-    layouts = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), places)
+    layouts = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), places[0] & 15, places[1] & 15, places[2] & 15, 0 in places)
     return (layouts, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options, config_in_use())
 
 
-def no_memory(why: object) -> Exception:
-    """The refusal of tensors that a transformation has wrapped."""
+def no_memory(why: object, names: str = "q, k, v") -> Exception:
+    """The refusal of tensors that a transformation has wrapped, or whose storage was freed."""
     return input_error(
-        "q, k, v",
+        names,
         f"tensors without memory of their own ({str(why).splitlines()[0]})",
         "plain tensors",
         "Under torch.func.vmap, give the mapped dimension as the batch of a dense [B, T, N, D] call, or as sequences of a packed one. "
@@ -133,7 +133,10 @@ def _prepare_eager(q: Any, k: Any, v: Any, options: Options, metadata: PrefillMe
 def _prepare(q: Any, k: Any, v: Any, options: Options, metadata: PrefillMetadata) -> tuple[Prepared, PrefillMetadata]:
     if options.backend is None and metadata.bounds.backend is not None:
         options = options._replace(backend=metadata.bounds.backend)
+    refuse_bit(q=q, k=k, v=v)
     found = resolve(spec(q), spec(k), spec(v), options, metadata.bounds.num_seqs, metadata.has_lengths)
+    if any(x.numel() and not x.data_ptr() for x in (q, k, v)):  # FSDP frees the storage of parameters between their uses
+        raise no_memory("no data behind them")
     rows = k.shape[0]
     bound = bind(found, metadata, rows, exact=True)
     cut = bound.num_tokens_k if bound.num_tokens_k < rows else None
@@ -294,7 +297,12 @@ def check_out(out: Any, shape: tuple[int, ...], q: torch.Tensor, dtype: torch.dt
 
 def _refuse_overlap(spans: tuple[int, int, int], q: Any, k: Any, v: Any, out: torch.Tensor) -> None:
     """Rows are written while others are still read: out in the memory of an input would be right or wrong by the kernel's schedule."""
-    start = out.data_ptr()
+    try:
+        start = out.data_ptr()
+    except RuntimeError as error:
+        raise no_memory(error, "out") from None
+    if not start and out.numel():
+        raise no_memory("no data behind them", "out")
     stop = start + out.numel() * out.element_size()
     for name, x, span in (("q", q, spans[0]), ("k", k, spans[1]), ("v", v, spans[2])):
         first = x.data_ptr()

@@ -18,6 +18,7 @@ import contextlib
 import functools
 import itertools
 import json
+import secrets
 import weakref
 from typing import Any, NamedTuple
 
@@ -101,7 +102,7 @@ def _run(
 ) -> Any:
     """An operator: what an eager call does, but that nothing is known of the lengths except bounds. With ``out`` it returns lse, or None."""
     if text[0] == Offer.MARK:
-        made = _run_offered(_offers[text], q, k, v, out)
+        made = _run_offered(text, q, k, v, out)
     elif cu_q is None:
         made = _run_equal(q, k, v, _options(text, scale, return_lse), out)
     else:
@@ -174,11 +175,16 @@ class Offer:
         return metadata
 
 
-_numbers = itertools.count()
+_numbers = itertools.count(secrets.randbits(48))  # what another process saved in a program names nothing here
 _offers: weakref.WeakValueDictionary[str, Offer] = weakref.WeakValueDictionary()
 
 
-def _run_offered(offer: Offer, q: Any, k: Any, v: Any, out: Any) -> Any:
+def _run_offered(text: str, q: Any, k: Any, v: Any, out: Any) -> Any:
+    offer = _offers.get(text)
+    if offer is None:  # torch.jit.trace records eager calls, text and all
+        raise input_error(
+            "options", f"{text!r}, an eager call of metadata that is gone", "calls of living metadata", "torch.export makes lengths a program's input."
+        )
     prepared, arrays = prepared_call(q, k, v, offer.options, offer.metadata)
     made = launch(prepared, arrays, q, k, v, out)
     # Another T may have another work list, which is not among the arguments.
@@ -224,8 +230,9 @@ def _fake(return_lse: bool, has_out: bool, q: Any, k: Any, v: Any, cu_q: Any, cu
     return (out, lse) if return_lse else out
 
 
-def _vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
-    raise no_memory(f"torch.func.vmap over {info.batch_size}")
+def _refuse_wrapped(*arguments: Any) -> Any:
+    """What torch dispatches the tensors of ``torch.func.vmap`` to, and those of a transformation that is over."""
+    raise no_memory("they belong to a transformation of torch.func")
 
 
 def _refuse_bit(*arguments: Any) -> Any:
@@ -239,7 +246,8 @@ def _operator(name: str, returns: str, return_lse: bool, out: str = "") -> Any:
     _library.define(f"{name}({_ARGUMENTS}{out}) -> {returns}", tags=_TAGS)
     _library.impl(name, functools.partial(_run, return_lse), "CompositeExplicitAutograd")  # below what torch_op registers
     torch.library.register_fake(f"mla_interop::{name}", functools.partial(_fake, return_lse, bool(out)), lib=_library)
-    torch.library.register_vmap(f"mla_interop::{name}", _vmap, lib=_library)
+    for wrapper in ("FuncTorchBatched", "FuncTorchGradWrapper"):
+        _library.impl(name, _refuse_wrapped, wrapper)
     for bit in ("Negative", "Conjugate"):
         _library.impl(name, _refuse_bit, bit)
     return getattr(torch.ops.mla_interop, name).default

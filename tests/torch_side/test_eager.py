@@ -14,6 +14,7 @@ import pytest
 from cases import Problem
 
 torch = pytest.importorskip("torch")
+tvm_ffi = pytest.importorskip("tvm_ffi")
 
 import mla_interop  # noqa: E402
 import torch_side  # noqa: E402
@@ -192,6 +193,115 @@ def test_out_in_the_memory_of_an_input_is_refused_whoever_serves(asked: list[str
             continue
         with pytest.raises(MLAInputError, match="out: got memory that v lies in too"):
             torch_side.mla_prefill(call.q, call.k, call.v, **call.lengths, out=out)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def remains_of(transform: Any, *shape: int) -> Any:
+    """A tensor that a transformation has wrapped, and which outlives it."""
+    kept: list[Any] = []
+    transform(lambda x: kept.append(x) or x.sum())(torch.zeros(shape))
+    return kept[0]
+
+
+def freed() -> Any:
+    out = torch.empty(13, HEADS, V)
+    out.untyped_storage().resize_(0)
+    return out
+
+
+NO_OUT: dict[str, Callable[[], Any]] = {
+    "text": lambda: "out",
+    "a NumPy array": lambda: np.zeros((13, HEADS, V), np.float32),
+    "another device": lambda: torch.empty(13, HEADS, V, device="meta"),
+    "no memory": freed,
+    "of vmap": lambda: remains_of(torch.func.vmap, 2, 13, HEADS, V),
+    "conjugate": lambda: torch.zeros(13, HEADS, V, dtype=torch.complex64).conj(),
+}
+
+
+@pytest.mark.parametrize("return_lse", [True, False], ids=["lse", "no lse"])
+@pytest.mark.parametrize("name", NO_OUT)
+def test_what_is_no_out_is_refused_from_the_first_call_on(name: str, return_lse: bool, asked: list[str]) -> None:
+    call, out = packed(), NO_OUT[name]()
+    for _ in range(3):
+        with pytest.raises(MLAInputError, match="^(out|q, k, v): got"):
+            torch_side.mla_prefill(call.q, call.k, call.v, **call.lengths, return_lse=return_lse, out=out)
+        call.assert_right(call.run(return_lse))
+
+
+@pytest.mark.parametrize("name", ["no memory", "of vmap", "of grad", "conjugate"])
+def test_what_has_no_values_is_refused_from_the_first_call_on(name: str, asked: list[str]) -> None:
+    call = packed()
+    q = {
+        "no memory": freed,
+        "of vmap": lambda: remains_of(torch.func.vmap, 2, 13, HEADS, D),
+        "of grad": lambda: remains_of(torch.func.grad, 13, HEADS, D),
+        "conjugate": lambda: call.q.to(torch.complex64).conj(),
+    }[name]()
+    words = "q: got a view with the conjugate bit" if name == "conjugate" else "q, k, v: got tensors without memory"
+    for _ in range(3):
+        with torch.no_grad(), pytest.raises(MLAInputError, match=words):
+            torch_side.mla_prefill(q, *([q, q] if name == "no memory" else [call.k, call.v]), **call.lengths)
+        call.assert_right(call.run(has_out=False))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out", "lengths"])
+def test_results_are_of_the_type_that_python_gives_them(name: str, asked: list[str]) -> None:
+    """torch makes an operator's results of any argument's type."""
+    call, out = packed(), torch.empty(13, HEADS, V)
+    if name == "lengths":
+        lengths = torch.tensor(CU_Q, dtype=torch.int32).as_subclass(Subclass), torch.tensor(CU_K, dtype=torch.int32), None
+        call = call._replace(lengths={"metadata": call.lengths["metadata"].with_arrays(*lengths)})
+    given = {x: getattr(call, x).as_subclass(Subclass) if x == name else getattr(call, x) for x in "qkv"}
+    given["out"] = out.as_subclass(Subclass) if name == "out" else None if name == "q" else out
+    for _ in range(3):
+        made = torch_side.mla_prefill(**given, **call.lengths, return_lse=True)
+        assert [type(x) is Subclass for x in made] == [name in ("q", "out"), name == "q"]
+        call.assert_right((made[0].as_subclass(torch.Tensor), made[1].as_subclass(torch.Tensor)))
+        packed(**call.lengths).run() if name != "lengths" else None
+
+
+def test_a_kernel_that_failed_may_have_called_attention_itself(asked: list[str]) -> None:
+    """What Python then remembers is not the inner call."""
+    inner, outer = packed(), packed(options={"scale": -0.3})
+    inner.run(), inner.run(), outer.run()
+    (key, (prepared, lengths)) = next(item for item in outer.lengths["metadata"]._memo.items() if isinstance(item[1], tuple) and hasattr(item[1][0], "launch"))
+    fails: list[int] = []
+
+    def kernel(*arguments: Any) -> None:
+        inner.assert_right(inner.run())
+        if fails:
+            raise RuntimeError(f"failure {fails.pop()}")
+        prepared.launch(*arguments)
+
+    outer.lengths["metadata"]._memo[key] = prepared._replace(launch=tvm_ffi.convert(kernel)), lengths
+    for _ in range(2):
+        outer.assert_right(outer.run())
+    fails.append(1)
+    outer.assert_right(outer.run())
+    for call in (inner, outer, inner):
+        call.assert_right(call.run())
+    assert asked == ["eager", "op", "eager", "op", "op"]
+
+
+def test_the_text_of_a_call_names_nothing_when_its_metadata_is_gone(asked: list[str]) -> None:
+    """torch.jit.trace and the like record it, and may bring it into another process."""
+    call = packed()
+    call.run()
+    (text,) = (text for text, offer in op._offers.items() if offer.metadata is call.lengths["metadata"])
+    arguments = op._offers[text].arguments
+    call.assert_right(op.prefill_lse_op(call.q, call.k, call.v, *arguments))
+    asked.clear()
+    lengths, call = call.lengths, call._replace(lengths={})
+    lengths.clear()
+    gc.collect()
+    torch_op._library().forget()
+    with pytest.raises(MLAInputError, match="options: got '#[0-9]+', an eager call of metadata that is gone"):
+        op.prefill_lse_op(call.q, call.k, call.v, *arguments)
+    assert next(op._numbers) >= 2**20, "as another process counts"
 
 
 def test_without_the_library_python_serves(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,8 @@ class Key {
     add(static_cast<int64_t>(x.scalar_type()) | static_cast<int64_t>(x.device().type()) << 8 | int64_t{index} << 16 | x.dim() << 32);
     for (const int64_t extent : x.sizes()) add(extent);
     for (const int64_t stride : x.strides()) add(stride);
-    add(static_cast<int64_t>(reinterpret_cast<uintptr_t>(x.const_data_ptr()) & 15));
+    const auto place = reinterpret_cast<uintptr_t>(x.const_data_ptr());
+    add(static_cast<int64_t>(place == 0 ? 16 : place & 15));  // a storage that was freed is aligned too
   }
 
   void add(const IValue& value) {
@@ -278,7 +279,8 @@ void call(const c10::OperatorHandle& op, Stack* stack) {
     }
   }
   const std::string bytes = key.bytes();  // Python may call an operator itself
-  const bool can = std::all_of(arguments.begin(), arguments.end(), [](const IValue& x) { return !x.isTensor() || View::can_be_of(x.toTensor()); });
+  // A kernel that did not launch may have called one too, and the key is that call's.
+  const bool can = found == nullptr && std::all_of(arguments.begin(), arguments.end(), [](const IValue& x) { return !x.isTensor() || View::can_be_of(x.toTensor()); });
   serve_by_python(op, stack, can ? &bytes : nullptr);
 }
 
