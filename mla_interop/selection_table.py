@@ -29,11 +29,11 @@ class Row:
 
     @classmethod
     def of(cls, backend: str, reasons: tuple[str, ...], kernel: Kernel | None, us: float | None = None, refused: Sequence[str] = ()) -> "Row":
-        """From a backend's reasons, its preferred kernel (None where it has none), the microseconds that were measured for it, and why other kernels
-        are not to be had."""
+        """From a backend's reasons, its preferred kernel (None where it has none), the microseconds that were measured for it, and why kernels
+        that it would prefer are not to be had."""
         if kernel is None:
             return cls(backend, False, reasons, "", "", "", (), ())
-        instead_of = refused[0] if refused and kernel.kind == "python" else ""
+        instead_of = refused[0] if refused else ""
         return cls(backend, not reasons, reasons, kernel.name, kernel.variant, kernel.kind, copies_of(kernel), kernel.versions, us, instead_of)
 
 

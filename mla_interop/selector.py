@@ -150,13 +150,15 @@ def _row(name: str, config: MLAPrefillSelectorConfig, allow_reference: bool, mea
 
 
 def _probe(name: str, config: MLAPrefillSelectorConfig, measured: Times | None) -> tuple[list[str], list[Kernel], list[str]]:
-    """Reasons against a backend, its kernels, and the reasons why others are not among them."""
+    """Reasons against a backend, its kernels, and, where none is compiled, the reasons why others are not among them."""
     cls = backend_class(name)
     said: Any = cls.validate_configuration(config)
     reasons = [said] if isinstance(said, str) else [str(reason) for reason in said]  # anyone may have written the class
     kernels = [] if reasons else kernels_of(name, config, measured)
-    made, refused = cls.kernels(config) if not reasons else ([], [])
-    if not reasons and not kernels:
+    if reasons or any(kernel.kind == "compiled" for kernel in kernels):
+        return reasons, kernels, []
+    made, refused = cls.kernels(config)
+    if not kernels:
         wanted = f"no kernel {name.partition('.')[2]} (can be used: {', '.join(kernel.variant for kernel in made)})"
         reasons = [*refused, wanted if made else "no kernel for this configuration"]
     return reasons, kernels, refused

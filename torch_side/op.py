@@ -59,7 +59,7 @@ _library = torch.library.Library("mla_interop", "DEF")
 
 
 class Fixed(NamedTuple):
-    """What of a call is a part of the program. As text, the operator's ``options``, it is a JSON object of whatever is not as here.
+    """What of a call is a part of the program. As text, the operator's ``options``, it is a JSON object, with single quotes, of whatever is not as here.
 
     Attributes:
         padded_q, padded_k, same_lengths, plan_for: As in ``sequences.Bounds``. With ``same_lengths``, ``cu_seqlens_k`` is None.

@@ -144,21 +144,18 @@ def compile_cpp(
     return cached(name, _key(command, sources, depends), lambda out: run_tool([*command, "-o", str(out)], name))
 
 
-def is_cpp_built(
-    name: str,
+def is_cpp_built(name: str, sources: Sequence[str], *, depends: Mapping[str, str] | None = None, **options: Sequence[str]) -> bool:
+    """Whether :func:`compile_cpp`, with these arguments, would find its library in the cache."""
+    return cached_path(name, _key(_cpp_command(sources, **options), sources, depends)).exists()
+
+
+def _cpp_command(
     sources: Sequence[str],
-    *,
     include: Sequence[str] = (),
     library_dirs: Sequence[str] = (),
     libraries: Sequence[str] = (),
     flags: Sequence[str] = (),
-    depends: Mapping[str, str] | None = None,
-) -> bool:
-    """Whether :func:`compile_cpp` would find its library in the cache."""
-    return cached_path(name, _key(_cpp_command(sources, include, library_dirs, libraries, flags), sources, depends)).exists()
-
-
-def _cpp_command(sources: Sequence[str], include: Sequence[str], library_dirs: Sequence[str], libraries: Sequence[str], flags: Sequence[str]) -> list[str]:
+) -> list[str]:
     from tvm_ffi import libinfo
 
     compiler = os.environ.get("CXX", "g++")
@@ -168,6 +165,15 @@ def _cpp_command(sources: Sequence[str], include: Sequence[str], library_dirs: S
     command += [str(SOURCES / source) for source in sources]
     command += [f"-L{path}" for path in dirs] + [f"-Wl,-rpath,{path}" for path in dirs]
     return [*command, "-ltvm_ffi", *[f"-l{library}" for library in libraries]]
+
+
+def torch_root() -> Path | None:
+    """The folder of the installed torch, which is not imported for it."""
+    try:
+        spec = importlib.util.find_spec("torch")
+    except (ImportError, ValueError):  # blocked, or a module without a spec that was put into sys.modules by hand
+        return None
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 
 def wheel_folders(kind: str) -> Iterator[Path]:

@@ -5,7 +5,6 @@ torch is not imported for it, and a later ``import torch`` gets the very same li
 """
 
 import functools
-import importlib.util
 import os
 import re
 import shutil
@@ -14,7 +13,7 @@ from typing import Any
 
 from mla_interop.errors import MLABuildError, MLAUnavailableError
 from mla_interop.installed import missing
-from mla_interop.kernels.build import compile_cpp, package_version
+from mla_interop.kernels.build import compile_cpp, package_version, torch_root
 
 DTYPES = ("float32", "bfloat16", "float16")
 # The oldest torch whose headers compile this and whose library has every function used.
@@ -39,18 +38,9 @@ def unsupported_reasons(dtype: str, head_dim_qk: int, head_dim_v: int) -> list[s
     return reasons + missing(lambda: _torch_reasons() + _compiler_reasons())
 
 
-def _torch_root() -> Path | None:
-    """The folder of the installed torch, which is not imported for it."""
-    try:
-        spec = importlib.util.find_spec("torch")
-    except (ImportError, ValueError):  # blocked, or a module without a spec that was put into sys.modules by hand
-        return None
-    return Path(spec.origin).parent if spec is not None and spec.origin else None
-
-
 def _torch_reasons() -> list[str]:
     allowed = f">= {'.'.join(map(str, MIN_TORCH))}"
-    root = _torch_root()
+    root = torch_root()
     if root is None:
         return [f"python package torch: got none; allowed: {allowed} (pip install 'mla-interop[torch]')"]
     found = package_version("torch")
@@ -82,7 +72,7 @@ def library() -> Path:
         MLAUnavailableError: There is no torch.
         MLABuildError: It cannot be compiled.
     """
-    root = _torch_root()
+    root = torch_root()
     if root is None:
         raise MLAUnavailableError("python package torch: got none; allowed: a torch with CPU kernels. Install mla-interop[torch].")
     return compile_cpp(

@@ -5,14 +5,13 @@ Eager calls do without it until it is there.
 """
 
 import functools
-import importlib.util
 import logging
 import threading
 from pathlib import Path
 from typing import Any
 
 from mla_interop.errors import MLABuildError
-from mla_interop.kernels.build import compile_cpp, is_cpp_built, open_library, package_version
+from mla_interop.kernels.build import compile_cpp, is_cpp_built, open_library, package_version, torch_root
 
 _log = logging.getLogger("mla_interop")
 _lock = threading.Lock()
@@ -31,10 +30,9 @@ _LIBRARY = "torch_op", ["torch_op.cc"]
 
 
 def _options() -> dict[str, Any]:
-    found = importlib.util.find_spec("torch")
-    if found is None or not found.origin:
+    root = torch_root()
+    if root is None:
         raise MLABuildError("cannot build torch_op: python package torch: got none. Install mla-interop[torch].")
-    root = Path(found.origin).parent
     return {
         "flags": ["-isystem", str(root / "include")],
         "library_dirs": [str(root / "lib")],
@@ -72,15 +70,13 @@ def remember(launch: Any, out_dtype: Any, scratch_floats: int, scalars: tuple[fl
     """Have C++ serve calls like the one that Python serves now.
 
     Args:
-        launch: The kernel's launch function. Only a native one can be called from C++; of another this takes no notice.
+        launch: The kernel's launch function, a native one.
         out_dtype: The torch dtype of out.
         scratch_floats, scalars: What the launch takes besides arrays.
         arrays: Those of cu_seqlens_q, cu_seqlens_k and the work list that the operator's arguments do not have, as tensors; else None.
     """
-    from tvm_ffi import Function, dtype
+    from tvm_ffi import dtype
 
-    if not isinstance(launch, Function):
-        return
     with _lock:  # registered once, by whichever thread is first
         library = _library()
     if library is not None:
