@@ -4,6 +4,7 @@ FA3 and FA2 run compiled, with our own work lists; the others by FlashInfer's Py
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,8 +58,10 @@ class FlashInferBackend(MLAPrefillBackend):
             reasons.append(
                 "lengths known to the device only (allowed: host lengths, or metadata prepared with config=, since the work list is made on the host)"
             )
-        if config.scale is not None and config.scale < flashinfer_module.MIN_SCALE:
-            reasons.append(f"scale {config.scale:g} (allowed: >= {flashinfer_module.MIN_SCALE}; its masked scores are finite, flashinfer#4451)")
+        least = flashinfer_module.MIN_SCALE[generation]
+        if config.scale is not None and config.scale < least:
+            why = "its masked scores are finite, flashinfer#4451" if generation == 2 else "it multiplies masked scores, which are -inf"
+            reasons.append(f"scale {config.scale:g} (allowed: >= {least:g}; {why})")
         return reasons
 
 
@@ -78,7 +81,7 @@ def _kernel(config: "MLAPrefillSelectorConfig", generation: int) -> Kernel:
         parts=flashinfer_module.parts(*problem, capability),
         strided=frozenset("qkv"),
         native_empty_rows=False,  # flashinfer#4452: a finite LSE
-        scratch_floats=flashinfer_module.scratch_floats,
+        scratch_floats=partial(flashinfer_module.scratch_floats, generation),
         plan=plan,
         plan_by_mask=generation == 3,
         cuda_graph=True,

@@ -1,9 +1,9 @@
 """FlashInfer's ragged prefill kernels (generation 2 for Ampere and later, 3 for Hopper) as compiled functions of the kernel ABI.
 
-FlashInfer generates and compiles a module for each dtype and head size. Its ``ragged_run`` needs constants, absent
-tensors and a work list; a native closure adds the first two, and the planner here makes the third on the host, so that neither
-FlashInfer nor torch is imported by a process that only runs the kernel. The module is built once, in a process of its
-own, and kept in this package's cache under a key without machine paths: it can be built where there is no GPU.
+Generation 3 is compiled from FlashInfer's headers (:mod:`mla_interop.kernels.flashinfer_fa3`). For generation 2 FlashInfer generates and
+compiles a module for each dtype and head size, whose ``ragged_run`` needs constants and absent tensors, which a native closure adds; that
+happens in a process of its own. Both follow work lists that the planner here makes on the host. What is built is kept in this package's
+cache under a key without machine paths: it can be built where there is no GPU, and neither FlashInfer nor torch is imported to run it.
 """
 
 import ctypes
@@ -22,16 +22,15 @@ import numpy as np
 
 from mla_interop.errors import MLABuildError
 from mla_interop.installed import missing
-from mla_interop.kernels import flashinfer_corrections
+from mla_interop.kernels import flashinfer_fa3
 from mla_interop.kernels.build import cached, cached_path, compile_cpp, compile_cuda, find_nvcc, open_library, package_version, run_tool, wheel_folders
+from mla_interop.kernels.flashinfer_corrections import PREFILL_2
 
 # Whose raw argument order and work list were read and found to fit, first and last; only the first was built.
 PROVEN_VERSIONS = ((0, 6, 14), (0, 7, 4))
 DTYPES = ("float16", "bfloat16")
-# Generation 3 has more sizes, but those of 64 use another tile.
-HEAD_DIMS_3 = ((128, 128), (192, 128), (256, 256))
-# Masked scores are -5e4 before scaling in both (flashinfer-ai/flashinfer#4451): a smaller scale would give them weight.
-MIN_SCALE = 2e-3
+# In generation 2 masked scores are -5e4 before scaling (flashinfer-ai/flashinfer#4451): a smaller scale would give them weight.
+MIN_SCALE = {2: 2e-3, 3: flashinfer_fa3.MIN_SCALE}
 
 
 def unsupported_reasons(capability: tuple[int, int], dtype: str, head_dim_qk: int, head_dim_v: int, generation: int) -> list[str]:
@@ -51,8 +50,8 @@ def unsupported_reasons(capability: tuple[int, int], dtype: str, head_dim_qk: in
         reasons.append(f"compute capability: got {capability}; allowed: {'(9, 0)' if generation == 3 else '(8, 0) and later'}")
     if dtype not in DTYPES:
         reasons.append(f"dtype: got {dtype}; allowed: {' or '.join(DTYPES)}")
-    if generation == 3 and (head_dim_qk, head_dim_v) not in HEAD_DIMS_3:
-        reasons.append(f"head dims of q/k and v: got {(head_dim_qk, head_dim_v)}; allowed: one of {HEAD_DIMS_3}")
+    if generation == 3 and (head_dim_qk, head_dim_v) not in flashinfer_fa3.HEAD_DIMS:
+        reasons.append(f"head dims of q/k and v: got {(head_dim_qk, head_dim_v)}; allowed: one of {flashinfer_fa3.HEAD_DIMS}")
     # Others compile, and then fault or compute nonsense (flashinfer-ai/flashinfer#4299).
     if generation == 2 and (head_dim_qk not in (64, 128, 192, 256) or head_dim_v not in (64, 128, 192)):
         reasons.append(f"head dims of q/k and v: got {(head_dim_qk, head_dim_v)}; allowed: multiples of 64, up to 256 and 192")
@@ -66,12 +65,17 @@ def _installation_reasons(capability: tuple[int, int], dtype: str, head_dim_qk: 
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     if numbers is None or not PROVEN_VERSIONS[0] <= tuple(map(int, numbers.groups())) <= PROVEN_VERSIONS[1]:
         return [f"flashinfer-python: got {version}; allowed: {_proven()}, whose internal call is known"]
-    built = cached_path(*_artefact(generation, dtype, head_dim_qk, head_dim_v, capability)).exists()
-    return [] if built else _missing_build_tools()
+    if generation == 3:
+        built = dtype in DTYPES and flashinfer_fa3.is_built(dtype, head_dim_qk, head_dim_v)
+    else:
+        built = cached_path(*_artefact(dtype, head_dim_qk, head_dim_v, capability)).exists()
+    return [] if built else _missing_build_tools(generation)
 
 
-def _missing_build_tools() -> list[str]:
+def _missing_build_tools(generation: int) -> list[str]:
     missing = [] if find_nvcc() else ["nvcc: not found; needed to build FlashInfer's kernel (install the CUDA toolkit, or set CUDA_HOME)"]
+    if generation == 3:
+        return missing
     if importlib.util.find_spec("torch") is None:
         missing.append("torch: not installed; needed to build FlashInfer's kernel, though not to run it")
     if shutil.which("ninja", path=_build_path()) is None:
@@ -93,8 +97,8 @@ def _proven() -> str:
 def load(generation: int, dtype: str, head_dim_qk: int, head_dim_v: int, is_causal: bool, capability: tuple[int, int] = (9, 0)) -> Any:
     """The kernel as a ``tvm_ffi.Function`` of the ABI; the first call on a machine builds it, for a minute or more.
 
-    ``scale`` must be at least :data:`MIN_SCALE`; ``plan`` comes from :func:`plan`, for the rows of q; where lse is wanted,
-    ``scratch`` has the :func:`scratch_floats` of q. A launch that breaks these raises, before anything runs on the device.
+    ``scale`` must be at least the generation's :data:`MIN_SCALE`; ``plan`` comes from :func:`plan`, for the rows of q; where lse is
+    wanted, ``scratch`` has the :func:`scratch_floats` of q. A launch that breaks these raises, before anything runs on the device.
 
     Args:
         generation: 2 or 3.
@@ -109,21 +113,23 @@ def load(generation: int, dtype: str, head_dim_qk: int, head_dim_v: int, is_caus
     """
     built = [build() for build in parts(generation, dtype, head_dim_qk, head_dim_v, capability)]
     finish, upstream, closure = map(_open, built[:3])  # the planner opens its own
-    return closure.make(upstream.ragged_run, finish.finish, finish.num_sms, generation, is_causal, MIN_SCALE)
+    if generation == 3:
+        return closure.fa3(upstream.run, finish.finish_natural, finish.num_sms, is_causal, MIN_SCALE[3])
+    return closure.fa2(upstream.ragged_run, finish.finish, is_causal, MIN_SCALE[2])
 
 
 def parts(generation: int, dtype: str, head_dim_qk: int, head_dim_v: int, capability: tuple[int, int]) -> tuple[Callable[[], Path], ...]:
-    """What builds, or finds in the cache, all that a kernel is made of: the finish, FlashInfer's module, the closure, the planner."""
+    """What builds, or finds in the cache, all that a kernel is made of: the finish, FlashInfer's kernel, the closure, the planner."""
     return (
         lambda: compile_cuda("mla_finish", ["finish.cu"], f"{capability[0]}{capability[1]}"),
-        lambda: upstream_module(generation, dtype, head_dim_qk, head_dim_v, capability),
+        lambda: flashinfer_fa3.library(dtype, head_dim_qk, head_dim_v) if generation == 3 else upstream_module(dtype, head_dim_qk, head_dim_v, capability),
         lambda: compile_cpp("flashinfer_closure", ["flashinfer_closure.cc"]),
         _planner_library,
     )
 
 
-def upstream_module(generation: int, dtype: str, head_dim_qk: int, head_dim_v: int, capability: tuple[int, int] = (9, 0)) -> Path:
-    """The path of FlashInfer's module in this package's cache, built first if it is not there (no GPU is needed for that)."""
+def upstream_module(dtype: str, head_dim_qk: int, head_dim_v: int, capability: tuple[int, int]) -> Path:
+    """The path of FlashInfer's module of generation 2 in this package's cache, built first if it is not there (no GPU is needed for that)."""
 
     def build(out: Path) -> None:
         folders = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
@@ -131,19 +137,18 @@ def upstream_module(generation: int, dtype: str, head_dim_qk: int, head_dim_v: i
         env = {**os.environ, "PATH": _build_path(), "PYTHONPATH": folders, "FLASHINFER_CUDA_ARCH_LIST": arch}
         if home := _cuda_home():
             env["CUDA_HOME"] = home
-        arguments = [str(generation), dtype, str(head_dim_qk), str(head_dim_v), str(out)]
-        run_tool([sys.executable, "-m", "mla_interop.kernels.flashinfer_module", *arguments], f"FlashInfer's fa{generation} kernel", env)
+        arguments = [dtype, str(head_dim_qk), str(head_dim_v), str(out)]
+        run_tool([sys.executable, "-m", "mla_interop.kernels.flashinfer_module", *arguments], "FlashInfer's fa2 kernel", env)
 
-    name, key = _artefact(generation, dtype, head_dim_qk, head_dim_v, capability)
+    name, key = _artefact(dtype, head_dim_qk, head_dim_v, capability)
     return cached(name, key, build)
 
 
-def _artefact(generation: int, dtype: str, head_dim_qk: int, head_dim_v: int, capability: tuple[int, int]) -> tuple[str, dict[str, object]]:
-    key: dict[str, object] = {"flashinfer": _flashinfer_version(), "tvm_ffi": package_version("apache-tvm-ffi"), "generation": generation}
+def _artefact(dtype: str, head_dim_qk: int, head_dim_v: int, capability: tuple[int, int]) -> tuple[str, dict[str, object]]:
+    key: dict[str, object] = {"flashinfer": _flashinfer_version(), "tvm_ffi": package_version("apache-tvm-ffi"), "generation": 2}
     key |= {"dtype": dtype, "head_dims": [head_dim_qk, head_dim_v], "capability": list(capability)}
-    if generation == 2:
-        key["corrections"] = flashinfer_corrections.REVISION
-    return f"flashinfer_fa{generation}_{dtype}_{head_dim_qk}_{head_dim_v}", key
+    key["corrections"] = PREFILL_2.revision
+    return f"flashinfer_fa2_{dtype}_{head_dim_qk}_{head_dim_v}", key
 
 
 def _build_path() -> str:
@@ -219,12 +224,12 @@ def plan(generation: int, cu_q: np.ndarray, cu_k: np.ndarray, padded_rows: int, 
     return out
 
 
-def scratch_floats(rows: int, num_heads: int, with_lse: bool) -> int:
-    """How many floats of scratch a launch needs: room for the log-sum-exp as the kernel writes it, ``[T, N]``."""
-    return rows * num_heads if with_lse else 0
+def scratch_floats(generation: int, rows: int, num_heads: int, with_lse: bool) -> int:
+    """How many floats of scratch a launch needs: in generation 2 room for the log-sum-exp as the kernel writes it, ``[T, N]``."""
+    return rows * num_heads if with_lse and generation == 2 else 0
 
 
-def _build_upstream(generation: str, dtype: str, head_dim_qk: str, head_dim_v: str, out: str) -> None:
+def _build_upstream(dtype: str, head_dim_qk: str, head_dim_v: str, out: str) -> None:
     # With CuTe DSL installed, importing FlashInfer 0.6.14 asks for the properties of device 0; without, it does not need a GPU.
     sys.modules["cutlass"] = None  # type: ignore[assignment]
     import torch
@@ -233,11 +238,9 @@ def _build_upstream(generation: str, dtype: str, head_dim_qk: str, head_dim_v: s
     element = getattr(torch, dtype)
     dtypes = (element, element, element, torch.int32)
     no_rotary, no_window, no_soft_cap, no_fp16_sums = 0, False, False, False
-    spec = gen_batch_prefill_module(f"fa{generation}", *dtypes, int(head_dim_qk), int(head_dim_v), no_rotary, no_window, no_soft_cap, no_fp16_sums)
-    if generation == "2":
-        spec = _with_corrections(spec)
-    if not spec.is_aot:
-        spec.build(verbose=False)
+    spec = gen_batch_prefill_module("fa2", *dtypes, int(head_dim_qk), int(head_dim_v), no_rotary, no_window, no_soft_cap, no_fp16_sums)
+    spec = _with_corrections(spec)
+    spec.build(verbose=False)
     shutil.copyfile(spec.get_library_path(), out)
 
 
@@ -245,8 +248,8 @@ def _with_corrections(spec: Any) -> Any:
     from flashinfer.jit.env import FLASHINFER_INCLUDE_DIR
 
     # A name of its own: what FlashInfer itself built, or builds later, is neither taken nor replaced.
-    spec = dataclasses.replace(spec, name=f"mla_interop_{flashinfer_corrections.REVISION}_{spec.name}")
-    flags = flashinfer_corrections.write_corrected(Path(FLASHINFER_INCLUDE_DIR), spec.build_dir / "corrected")
+    spec = dataclasses.replace(spec, name=f"mla_interop_{PREFILL_2.revision}_{spec.name}")
+    flags = PREFILL_2.write_corrected(Path(FLASHINFER_INCLUDE_DIR), spec.build_dir / "corrected")
     return dataclasses.replace(spec, extra_cuda_cflags=[*flags, *(spec.extra_cuda_cflags or ())])
 
 

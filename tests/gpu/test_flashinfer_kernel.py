@@ -69,7 +69,7 @@ def inputs(case: Case, seed: int = 0, with_lse: bool = True) -> dict[str, Any]:
         "cu_seqlens_q": torch.tensor(cu_q, device="cuda"),
         "cu_seqlens_k": torch.tensor(cu_k, device="cuda"),
         "plan": torch.tensor(plan, device="cuda"),
-        "scratch": unwritten(flashinfer_module.scratch_floats(rows, case.heads, True)) if with_lse else None,
+        "scratch": unwritten(flashinfer_module.scratch_floats(case.generation, rows, case.heads, True)) if with_lse else None,
         "out": unwritten(rows, case.heads, WIDTH_V, dtype=dtype),
         "lse": unwritten(case.heads, rows) if with_lse else None,
         "scale": WIDTH**-0.5,
@@ -138,6 +138,16 @@ def test_rows_after_tiles_without_keys(generation: int) -> None:
 def test_float16(generation: int) -> None:
     case = Case(RAGGED, generation, dtype="float16")
     given = inputs(case)
+    kernel(case)(*given.values())
+    check(case, given)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("scale", [2.0**-126, 1e-5, 0.01, 1.0, 30.0])
+def test_generation_3_at_any_scale_above_0(dtype: str, scale: float) -> None:
+    """Maxima that stay, that creep up by less than what makes it rescale, and that jump from tile to tile."""
+    case = Case((*FEWER_KEYS, (300, 1500)), dtype=dtype, heads=5)
+    given = inputs(case) | {"scale": scale}
     kernel(case)(*given.values())
     check(case, given)
 

@@ -23,7 +23,8 @@ class Fakes:
         self.finished: list[Any] = []
         closure = tvm_ffi.load_module(compile_cpp("flashinfer_closure", ["flashinfer_closure.cc"]))
         fakes = [tvm_ffi.convert(fake) for fake in (self._run, self._finish, lambda device_id: NUM_SMS)]
-        self.launch = closure.make(*fakes, generation, causal, flashinfer_module.MIN_SCALE)
+        least = flashinfer_module.MIN_SCALE[generation]
+        self.launch = closure.fa3(*fakes, causal, least) if generation == 3 else closure.fa2(*fakes[:2], causal, least)
 
     def _run(self, *arguments: Any) -> None:
         self.run = [self._note(argument) for argument in arguments]
@@ -44,7 +45,7 @@ class Fakes:
             "cu_q": CU_Q,
             "cu_k": CU_K,
             "plan": plan,
-            "scratch": np.zeros(flashinfer_module.scratch_floats(ROWS, HEADS, True), np.float32),
+            "scratch": np.zeros(flashinfer_module.scratch_floats(2, ROWS, HEADS, True), np.float32),
             "out": np.zeros((ROWS, HEADS, 128), np.float16),
             "lse": np.zeros((HEADS, ROWS), np.float32),
             "scale": 0.5,
@@ -59,46 +60,41 @@ class Fakes:
 @pytest.mark.parametrize("causal", [True, False])
 def test_generation_3_gets_its_arguments_in_order(causal: bool) -> None:
     fakes = Fakes(3, causal)
+    arguments = fakes.arguments(scratch=None)
+    fakes.launch(*arguments)
+    tensors = [(ROWS, HEADS, 192), (KEYS, HEADS, 192), (KEYS, HEADS, 128), (arguments[5].size,)]
+    assert fakes.run == [*tensors, 3, causal, 0.5, (ROWS, HEADS, 128), (HEADS, ROWS), NUM_SMS]
+    assert fakes.finished == [(4,), (4,), None, (ROWS, HEADS, 128), (HEADS, ROWS), 3, causal]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_generation_2_gets_its_arguments_in_order(causal: bool) -> None:
+    fakes = Fakes(2, causal)
     arguments = fakes.arguments()
     fakes.launch(*arguments)
-    plan_bytes = arguments[5].size
-    offsets = [int(offset) for offset in fakes.run[2]]
-    assert len(offsets) == 9 and offsets[0] == 0 and max(offsets) < plan_bytes and offsets[8] == 0
-    assert fakes.run[:2] == [(plan_bytes,)] * 2
+    assert fakes.run[:2] == [(arguments[5].size,)] * 2
     tensors = [(ROWS, HEADS, 192), (KEYS, HEADS, 192), (KEYS, HEADS, 128), (4,), (4,), (ROWS, HEADS, 128), (ROWS, HEADS)]
     assert fakes.run[3:COMMON] == [*tensors, int(causal), 0, -1, False]
-    assert fakes.run[COMMON:] == [None, None, None, None, 0.0, 0.5, 1.0, 0]
     assert fakes.finished == [(4,), (4,), (ROWS, HEADS), (ROWS, HEADS, 128), (HEADS, ROWS), 3, causal]
-
-
-def test_generation_2_gets_its_arguments_in_order() -> None:
-    fakes = Fakes(2)
-    fakes.launch(*fakes.arguments())
     entries, rows, total_rows, tile_rows, request, *_, graph, split = (int(number) for number in fakes.run[2])
     assert (entries, rows, tile_rows, request, graph, split) == (-(-ROWS // 128) + 2, ROWS, 128, 0, 1, 0)
     assert total_rows % 16 == 0
     assert fakes.run[COMMON:] == [None] * 8 + [0.0, 0.5, 1.0, 1.0, 0]
 
 
-def test_offsets_point_at_what_the_planner_wrote() -> None:
-    fakes = Fakes(3)
-    arguments = fakes.arguments()
-    fakes.launch(*arguments)
-    plan, offsets = arguments[5], [int(offset) for offset in fakes.run[2]]
-    ends = plan[offsets[6] : offsets[6] + 4 * (NUM_SMS + 1)].view(np.int32)
-    works = int(ends[-1])
-    assert works == (1 + 2) * HEADS
-    batches = plan[offsets[7] : offsets[7] + 4 * works].view(np.int32)
-    q_starts = plan[offsets[1] : offsets[1] + 4 * works].view(np.int32)
-    assert sorted(zip(batches, q_starts)) == [(0, 0)] * HEADS + [(2, 100)] * 2 * HEADS
-
-
-def test_without_lse_there_is_none_in_the_call_and_no_finish_unless_rows_are_filled() -> None:
-    fakes = Fakes(3)
+@pytest.mark.parametrize(("generation", "place"), [(2, 9), (3, 8)])
+def test_without_lse_there_is_none_in_the_call_and_no_finish_unless_rows_are_filled(generation: int, place: int) -> None:
+    fakes = Fakes(generation)
     fakes.launch(*fakes.arguments(lse=None, scratch=None, finish=0))
-    assert fakes.run[9] is None and fakes.finished == []
+    assert fakes.run[place] is None and fakes.finished == []
     fakes.launch(*fakes.arguments(lse=None, scratch=None, finish=2))
     assert fakes.finished == [(4,), (4,), None, (ROWS, HEADS, 128), None, 2, True]
+
+
+def test_generation_3_needs_no_finish_for_its_lse() -> None:
+    fakes = Fakes(3)
+    fakes.launch(*fakes.arguments(scratch=None, finish=0))
+    assert fakes.run[8] == (HEADS, ROWS) and fakes.finished == []
 
 
 @pytest.mark.parametrize("generation", [2, 3])
@@ -107,12 +103,13 @@ def test_what_would_read_or_write_at_wrong_places_is_refused_before_the_call(gen
     refused: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (RuntimeError, "plan: got", {"q": np.zeros((ROWS + 200, HEADS, 192), np.float16)}),
         (RuntimeError, "plan: got", {"plan": flashinfer_module.plan(generation, CU_Q, CU_K, 2 * ROWS, HEADS, True, NUM_SMS)}),
-        (RuntimeError, "scratch", {"scratch": None}),
-        (RuntimeError, "scratch", {"scratch": np.zeros(ROWS * HEADS - 1, np.float32)}),
         (ValueError, "scale", {"scale": 0.0}),
         (ValueError, "scale", {"scale": -1.0}),
         (ValueError, "scale", {"scale": float("nan")}),
+        (ValueError, "scale", {"scale": flashinfer_module.MIN_SCALE[generation] * 0.99}),
     ]
+    if generation == 2:
+        refused += [(RuntimeError, "scratch", {"scratch": scratch}) for scratch in (None, np.zeros(ROWS * HEADS - 1, np.float32))]
     for kind, text, changes in refused:
         with pytest.raises(kind, match=text):
             fakes.launch(*fakes.arguments(**changes))

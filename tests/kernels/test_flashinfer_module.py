@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from mla_interop.errors import MLABuildError
-from mla_interop.kernels import build, flashinfer_module
+from mla_interop.kernels import build, flashinfer_fa3, flashinfer_module
+from mla_interop.kernels.flashinfer_corrections import MAIN_LOOP_3
 
 GOOD = ((9, 0), "bfloat16", 192, 128)
 
@@ -17,7 +18,7 @@ GOOD = ((9, 0), "bfloat16", 192, 128)
 def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """FlashInfer 0.6.14 and all that builds it, as far as anybody can tell, and an empty cache; returns the cache's folder."""
     monkeypatch.setattr(flashinfer_module, "_flashinfer_version", lambda: "0.6.14")
-    monkeypatch.setattr(flashinfer_module, "_missing_build_tools", lambda: [])
+    monkeypatch.setattr(flashinfer_module, "_missing_build_tools", lambda generation: [])
     monkeypatch.setenv("MLA_INTEROP_CACHE", str(tmp_path))
     return tmp_path
 
@@ -55,20 +56,45 @@ def test_only_versions_whose_internal_call_is_known(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_module_in_the_cache_needs_no_compiler(monkeypatch: pytest.MonkeyPatch, installed: Path) -> None:
-    monkeypatch.setattr(flashinfer_module, "_missing_build_tools", lambda: ["nvcc: not found"])
-    assert flashinfer_module.unsupported_reasons(*GOOD, 3) == ["nvcc: not found"]
-    name, key = flashinfer_module._artefact(3, *GOOD[1:], GOOD[0])
+    monkeypatch.setattr(flashinfer_module, "_missing_build_tools", lambda generation: ["nvcc: not found"])
+    assert flashinfer_module.unsupported_reasons(*GOOD, 2) == ["nvcc: not found"]
+    name, key = flashinfer_module._artefact(*GOOD[1:], GOOD[0])
     build.cached_path(name, key).touch()
-    assert flashinfer_module.unsupported_reasons(*GOOD, 3) == []
+    assert flashinfer_module.unsupported_reasons(*GOOD, 2) == []
+    assert flashinfer_module.unsupported_reasons((9, 0), "float16", 192, 128, 2) == ["nvcc: not found"]
+    assert flashinfer_module.upstream_module(*GOOD[1:], GOOD[0]) == build.cached_path(name, key)
+
+
+def test_a_library_of_generation_3_in_the_cache_needs_no_compiler_and_no_headers(monkeypatch: pytest.MonkeyPatch, installed: Path) -> None:
+    monkeypatch.setattr(build, "find_nvcc", lambda: None)
+    monkeypatch.setattr(flashinfer_module, "_missing_build_tools", lambda generation: ["nvcc: not found"])
+    assert flashinfer_module.unsupported_reasons(*GOOD, 3) == ["nvcc: not found"] and not flashinfer_fa3.is_built(*GOOD[1:])
+    arguments = flashinfer_fa3._arguments(*GOOD[1:])
+    path = build.cached_path(arguments["name"], build._key(build._cuda_command("90a", arguments["flags"]), arguments["sources"], arguments["depends"]))
+    path.touch()
+    assert flashinfer_module.unsupported_reasons(*GOOD, 3) == [] and flashinfer_fa3.library(*GOOD[1:]) == path
     assert flashinfer_module.unsupported_reasons((9, 0), "float16", 192, 128, 3) == ["nvcc: not found"]
-    assert flashinfer_module.upstream_module(3, *GOOD[1:]) == build.cached_path(name, key)
+
+
+@pytest.mark.usefixtures("installed")
+def test_headers_that_are_not_there_or_not_those_are_a_build_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(flashinfer_fa3, "_headers", lambda: tmp_path)
+    with pytest.raises(MLABuildError, match="cannot build FlashInfer's fa3 kernel: .*No such file"):
+        flashinfer_fa3.library(*GOOD[1:])
+    header = tmp_path / "include" / MAIN_LOOP_3.header
+    header.parent.mkdir(parents=True)
+    header.write_text("#include <another.h>")
+    with pytest.raises(MLABuildError, match="is there 0 times, not 1"):
+        flashinfer_fa3.library(*GOOD[1:])
 
 
 def test_the_key_of_a_module_names_no_path_and_no_python() -> None:
-    _, key = flashinfer_module._artefact(3, *GOOD[1:], GOOD[0])
+    _, key = flashinfer_module._artefact(*GOOD[1:], GOOD[0])
     text = json.dumps(key)
     assert "/" not in text and sys.version.split()[0] not in text
-    assert key.keys() == {"flashinfer", "tvm_ffi", "generation", "dtype", "head_dims", "capability"}
+    assert key.keys() == {"flashinfer", "tvm_ffi", "generation", "dtype", "head_dims", "capability", "corrections"}
+    arguments = flashinfer_fa3._arguments(*GOOD[1:])
+    assert arguments["depends"].keys() == {"flashinfer", "corrections"} and "/" not in json.dumps(arguments)
 
 
 def test_asking_for_reasons_imports_neither_torch_nor_flashinfer() -> None:

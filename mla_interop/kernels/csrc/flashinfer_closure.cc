@@ -1,6 +1,5 @@
-// FlashInfer's raw `ragged_run` behind the kernel ABI (docs/architecture.md): a closure that fills in the constants, the
-// absent tensors and the offsets of the work list. It takes every native function that it needs as an argument, so it is
-// plain C++, and a test can give it fakes.
+// FlashInfer's kernels behind the kernel ABI (docs/architecture.md), a closure for each generation. It takes every native function that it
+// needs as an argument, so it is plain C++, and a test can give it fakes.
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
@@ -28,17 +27,50 @@ struct NativeLse {
   NativeLse(const NativeLse&) = delete;
 };
 
-class Launch {
+void check_scale(double scale, double least) {
+  if (!(scale >= least)) TVM_FFI_THROW(ValueError) << "scale: got " << scale << "; allowed: at least " << least << " for FlashInfer's kernels";
+}
+
+// A list made for other sizes would be read at wrong places.
+void check_plan(TensorView plan, int64_t bytes, TensorView q, TensorView cu_q) {
+  if (plan.ndim() != 1 || plan.size(0) != bytes || plan.dtype().bits != 8)
+    TVM_FFI_THROW(RuntimeError) << "plan: got " << plan.size(0) << " bytes; allowed: the " << bytes << " bytes of a work list for " << q.size(0) << " rows, "
+                                << cu_q.size(0) - 1 << " sequences and " << q.size(1) << " heads on this device";
+}
+
+// Generation 3: `run` is flashinfer_fa3.cu's, which writes lse as the ABI wants it.
+class Fa3 {
  public:
-  Launch(Function ragged_run, Function finish, Function num_sms, int64_t generation, bool causal, double least_scale)
-      : ragged_run_(std::move(ragged_run)), finish_(std::move(finish)), num_sms_(std::move(num_sms)), generation_(generation), causal_(causal),
-        least_scale_(least_scale) {}
+  Fa3(Function run, Function finish, Function num_sms, bool causal, double least_scale)
+      : run_(std::move(run)), finish_(std::move(finish)), num_sms_(std::move(num_sms)), causal_(causal), least_scale_(least_scale) {}
+
+  void operator()(TensorView q, TensorView k, TensorView v, TensorView cu_q, TensorView cu_k, TensorView plan, Optional<TensorView> /*scratch*/,
+                  TensorView out, Optional<TensorView> lse, double scale, int64_t /*max_q*/, int64_t /*max_k*/, int64_t finish) const {
+    check_scale(scale, least_scale_);
+    const int64_t sequences = cu_q.size(0) - 1;
+    const int64_t sms = num_sms_(static_cast<int64_t>(q.device().device_id)).cast<int64_t>();
+    check_plan(plan, mla::Fa3Layout(q.size(0), sequences, q.size(1), sms).bytes, q, cu_q);
+    run_(q, k, v, plan, sequences, causal_, scale, out, lse, sms);
+    if (finish != 0) finish_(cu_q, cu_k, nullptr, out, lse, finish, causal_);
+  }
+
+ private:
+  Function run_, finish_, num_sms_;
+  bool causal_;
+  double least_scale_;
+};
+
+// Generation 2: FlashInfer's raw `ragged_run`, which gets the constants, the absent tensors and the offsets of the work list.
+class Fa2 {
+ public:
+  Fa2(Function ragged_run, Function finish, bool causal, double least_scale)
+      : ragged_run_(std::move(ragged_run)), finish_(std::move(finish)), causal_(causal), least_scale_(least_scale) {}
 
   void operator()(TensorView q, TensorView k, TensorView v, TensorView cu_q, TensorView cu_k, TensorView plan, Optional<TensorView> scratch,
                   TensorView out, Optional<TensorView> lse, double scale, int64_t /*max_q*/, int64_t /*max_k*/, int64_t finish) const {
     const int64_t rows = q.size(0), heads = q.size(1);
-    if (!(scale >= least_scale_)) TVM_FFI_THROW(ValueError) << "scale: got " << scale << "; allowed: at least " << least_scale_ << " for FlashInfer's kernels";
-    const Array<int64_t> offsets = generation_ == 3 ? fa3_offsets(q, cu_q, plan) : fa2_offsets(q, k, v, cu_q, plan);
+    check_scale(scale, least_scale_);
+    const Array<int64_t> offsets = find_parts(q, k, v, cu_q, plan);
     std::optional<NativeLse> native;
     Optional<TensorView> native_lse;
     if (lse.has_value()) {
@@ -58,27 +90,13 @@ class Launch {
     constexpr int64_t kTokensFirst = 0, kNoWindow = -1, kNoItems = 0;
     constexpr bool kOverlapLaunches = false;
     constexpr double kNoSoftCap = 0.0, kOne = 1.0;
-    const int64_t mask = causal_ ? 1 : 0;
-    if (generation_ == 3) {
-      // Absent: prefix lengths, token positions, item lengths, V's scale per head.
-      ragged_run_(plan, plan, offsets, q, k, v, cu_q, cu_k, out, lse, mask, kTokensFirst, kNoWindow, kOverlapLaunches,  //
-                  nullptr, nullptr, nullptr, nullptr, kNoSoftCap, scale, kOne, kNoItems);
-    } else {
-      // Absent: mask and its offsets, ALiBi slopes, prefix lengths, token positions, item lengths, scales of K and V;
-      // then the two reciprocals of a rotary embedding that is not applied.
-      ragged_run_(plan, plan, offsets, q, k, v, cu_q, cu_k, out, lse, mask, kTokensFirst, kNoWindow, kOverlapLaunches,  //
-                  nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, kNoSoftCap, scale, kOne, kOne, kNoItems);
-    }
+    // Absent: mask and its offsets, ALiBi slopes, prefix lengths, token positions, item lengths, scales of K and V;
+    // then the two reciprocals of a rotary embedding that is not applied.
+    ragged_run_(plan, plan, offsets, q, k, v, cu_q, cu_k, out, lse, int64_t{causal_}, kTokensFirst, kNoWindow, kOverlapLaunches,  //
+                nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, kNoSoftCap, scale, kOne, kOne, kNoItems);
   }
 
-  Array<int64_t> fa3_offsets(TensorView q, TensorView cu_q, TensorView plan) const {
-    const int64_t sms = num_sms_(static_cast<int64_t>(q.device().device_id)).cast<int64_t>();
-    const mla::Fa3Layout at(q.size(0), cu_q.size(0) - 1, q.size(1), sms);
-    check_plan(plan, at.bytes, q, cu_q);
-    return {at.tile, at.q_start, at.k_start, at.q_len, at.k_len, at.head, at.work_indptr, at.batch, int64_t{at.shared}};
-  }
-
-  Array<int64_t> fa2_offsets(TensorView q, TensorView k, TensorView v, TensorView cu_q, TensorView plan) const {
+  static Array<int64_t> find_parts(TensorView q, TensorView k, TensorView v, TensorView cu_q, TensorView plan) {
     for (const TensorView& tensor : {q, k, v}) {
       // flashinfer-ai/flashinfer#596: this kernel computes element offsets in 32 bits.
       if (tensor.size(0) * tensor.stride(0) > int64_t{UINT32_MAX})
@@ -91,24 +109,21 @@ class Launch {
             at.o_indptr, at.kv_chunk, kUnused, kUnused, at.valid, kGraph, kSplit};
   }
 
-  // A list made for other sizes would be read at wrong places.
-  static void check_plan(TensorView plan, int64_t bytes, TensorView q, TensorView cu_q) {
-    if (plan.ndim() != 1 || plan.size(0) != bytes || plan.dtype().bits != 8)
-      TVM_FFI_THROW(RuntimeError) << "plan: got " << plan.size(0) << " bytes; allowed: the " << bytes << " bytes of a work list for " << q.size(0)
-                                  << " rows, " << cu_q.size(0) - 1 << " sequences and " << q.size(1) << " heads on this device";
-  }
-
-  Function ragged_run_, finish_, num_sms_;
-  int64_t generation_;
+  Function ragged_run_, finish_;
   bool causal_;
   double least_scale_;
 };
 
-// `finish(cu_q, cu_k, native_lse?, out, lse?, bits, causal)` is finish.cu's; `num_sms(device_id)` tells a device's SMs.
-Function make(Function ragged_run, Function finish, Function num_sms, int64_t generation, bool causal, double least_scale) {
-  return Function::FromTyped(Launch(std::move(ragged_run), std::move(finish), std::move(num_sms), generation, causal, least_scale));
+// `finish(cu_q, cu_k, native_lse?, out, lse?, bits, causal)` is finish.cu's, the natural one for generation 3; `num_sms(device_id)` tells a device's SMs.
+Function fa3(Function run, Function finish, Function num_sms, bool causal, double least_scale) {
+  return Function::FromTyped(Fa3(std::move(run), std::move(finish), std::move(num_sms), causal, least_scale));
+}
+
+Function fa2(Function ragged_run, Function finish, bool causal, double least_scale) {
+  return Function::FromTyped(Fa2(std::move(ragged_run), std::move(finish), causal, least_scale));
 }
 
 }  // namespace
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(make, make);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(fa3, fa3);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(fa2, fa2);
