@@ -1,6 +1,7 @@
 """The choice by measured times: the table, its nearest shape, its renderer, what ships, and what `mla-interop tune` makes."""
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -215,20 +216,21 @@ def test_what_ships_is_rendered_from_its_source(path: Path, tmp_path: Path) -> N
 @pytest.mark.usefixtures("all_installed")
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
 def test_the_choice_is_within_three_percent_of_the_best_at_every_shape_that_was_measured(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of all our kernels, as called from either framework."""
+    """Of all our kernels, by the geometric mean over both frameworks, since one choice serves both: where a call takes no longer than its host, they differ."""
     monkeypatch.setenv("MLA_INTEROP_CACHE", str(tmp_path))
     table = json.loads(path.read_text())
-    times: dict[tuple[str, ...], dict[str, float]] = {}
+    times: dict[tuple[str, ...], dict[str, list[float]]] = {}
     for row in json.loads((ROOT / table["source"]).read_text())["rows"]:
         if row["name"] in ("mla_interop", "mla_interop + lse") and row["kernel"] and "us" in row:
-            times.setdefault((row["problem"], row["dtype"], row["name"], row["framework"]), {})[row["kernel"]] = row["us"]
-    assert len({group[2:] for group in times}) == 4
-    for (name, dtype, kind, framework), us in times.items():
+            times.setdefault((row["problem"], row["dtype"], row["name"]), {}).setdefault(row["kernel"], []).append(row["us"])
+    assert len({group[2] for group in times}) == 2 and {len(us) for group in times.values() for us in group.values()} == {2}
+    for (name, dtype, kind), measured_us in times.items():
+        us = {kernel: statistics.geometric_mean(both) for kernel, both in measured_us.items()}
         shape = problem_named(name)
         options = {"dtype": dtype, "scale": 192**-0.5, "needs_lse": kind.endswith("lse")}
         made = explain(problem(shape.heads, shape.tokens, len(shape.lengths), table["entries"][0]["device"], **options))
         row = next(row for row in made.rows if row.backend == made.chosen)
-        assert us[f"{row.backend}.{row.variant}"] <= 1.03 * min(us.values()), (name, dtype, kind, framework, us)
+        assert us[f"{row.backend}.{row.variant}"] <= 1.03 * min(us.values()), (name, dtype, kind, us)
 
 
 def test_tune_measures_this_machine_and_the_choice_follows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
