@@ -62,6 +62,8 @@ class FlashInferBackend(MLAPrefillBackend):
         if config.scale is not None and config.scale < least:
             why = "its masked scores are finite, flashinfer#4451" if generation == 2 else "it multiplies masked scores, which are -inf"
             reasons.append(f"scale {config.scale:g} (allowed: >= {least:g}; {why})")
+        if config.scale is not None and config.scale > flashinfer_module.MAX_SCALE:
+            reasons.append(f"scale {config.scale:g} (allowed: <= {flashinfer_module.MAX_SCALE:g}; it would leave what rounding a maximum leaves)")
         return reasons
 
 
@@ -80,7 +82,7 @@ def _kernel(config: "MLAPrefillSelectorConfig", generation: int) -> Kernel:
         make=lambda: flashinfer_module.load(*problem, config.is_causal, capability),
         parts=flashinfer_module.parts(*problem, capability),
         strided=frozenset("qkv"),
-        native_empty_rows=False,  # flashinfer#4452: a finite LSE
+        native_empty_rows=False,  # fa2: a finite LSE (flashinfer#4452); fa3: its work list leaves out tiles without keys
         scratch_floats=partial(flashinfer_module.scratch_floats, generation),
         plan=plan,
         plan_by_mask=generation == 3,

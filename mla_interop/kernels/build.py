@@ -235,7 +235,8 @@ def compile_cuda(
         nvcc = find_nvcc()
         if nvcc is None:
             raise MLABuildError(f"cannot build {name}: no nvcc under CUDA_HOME, CUDA_PATH or /usr/local/cuda, nor on PATH; install the CUDA toolkit.")
-        paths = [f"-I{path}" for path in libinfo.include_paths()] + [f"-Xcompiler=-idirafter,{path}" for path in include]
+        # Quoted: nvcc splits at spaces and commas what it passes on.
+        paths = [f"-I{path}" for path in libinfo.include_paths()] + [f'-Xcompiler=-idirafter,"{path}"' for path in include]
         paths += [str(SOURCES / source) for source in sources]
         run_tool([nvcc, *command, *paths, f"-L{Path(libinfo.find_libtvm_ffi()).parent}", "-ltvm_ffi", "-o", str(out)], name)
 

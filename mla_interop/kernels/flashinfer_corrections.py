@@ -4,6 +4,7 @@ The kernels are compiled anew for a dtype and head size anyway, so the compiler 
 one stays as it is. In generation 2 two things give wrong numbers for problems that the contract includes; in generation 3 one costs time.
 """
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,15 +25,18 @@ class CorrectedHeader:
 
     Args:
         header: Its path below FlashInfer's include folder.
-        revision: Goes into the key of what was built, so that another correction builds again.
         corrections: All of them.
         preamble: Code of ours that they call; stands before the header's first include.
     """
 
     header: str
-    revision: int
     corrections: tuple[Correction, ...]
     preamble: str = ""
+
+    @property
+    def revision(self) -> str:
+        """A digest of all that is changed: goes into the key of what was built, so that another correction builds again."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:12]
 
     def corrected(self, text: str) -> str:
         """The header's text with every correction in it.
@@ -59,7 +63,6 @@ class CorrectedHeader:
 
 PREFILL_2 = CorrectedHeader(
     header="flashinfer/attention/prefill.cuh",
-    revision=1,
     corrections=(
         Correction(
             old="mma::m16k16_rowsum_f16f16f32(d[mma_q], s_frag_f16[mma_q][mma_kv]);",
@@ -91,7 +94,6 @@ _RELEASE_Q = "cutlass::arch::NamedBarrier::arrive(NUM_MMA_THREADS + Ktraits::NUM
 _WHY_EARLY = "the next tile's q was asked for after the last scores had been turned into probabilities, 1 to 2 % of the time later than it can be"
 MAIN_LOOP_3 = CorrectedHeader(
     header="flashinfer/attention/hopper/mainloop_mma.cuh",
-    revision=1,
     corrections=(
         Correction(
             old="int kv_tile_idx = kv_tile_idx_count - 1;", new="int kv_tile_idx = kv_tile_idx_count - 1;\n  bool q_released = false;", count=1, why=_WHY_EARLY

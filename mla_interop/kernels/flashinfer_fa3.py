@@ -15,7 +15,7 @@ from mla_interop.kernels.flashinfer_corrections import MAIN_LOOP_3
 
 # Those of 64 use another tile than the work list.
 HEAD_DIMS = ((128, 128), (192, 128), (256, 256))
-# The least normal float32, 2 ** -126: the kernel multiplies -inf by it.
+# The least normal float32: the kernel multiplies -inf by the scale.
 MIN_SCALE = 2.0**-126
 _SOURCE = "flashinfer_fa3.cu"
 _CORRECTED = "mla_interop_corrected.cuh"  # the name that the source includes
@@ -25,7 +25,7 @@ _ELEMENTS = {"float16": "cutlass::half_t", "bfloat16": "cutlass::bfloat16_t"}
 def _arguments(dtype: str, head_dim_qk: int, head_dim_v: int) -> dict[str, Any]:
     flags = ["--expt-relaxed-constexpr", "-use_fast_math", "-DNDEBUG", "-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED"]
     flags += [f"-DMLA_ELEMENT={_ELEMENTS[dtype]}", f"-DMLA_HEAD_DIM_QK={head_dim_qk}", f"-DMLA_HEAD_DIM_V={head_dim_v}"]
-    depends = {"flashinfer": package_version("flashinfer-python"), "corrections": str(MAIN_LOOP_3.revision)}
+    depends = {"flashinfer": package_version("flashinfer-python"), "corrections": MAIN_LOOP_3.revision}
     return {"name": f"flashinfer_fa3_{dtype}_{head_dim_qk}_{head_dim_v}", "sources": [_SOURCE], "arch": "90a", "flags": flags, "depends": depends}
 
 
@@ -49,14 +49,14 @@ def library(dtype: str, head_dim_qk: int, head_dim_v: int) -> Path:
         return compile_cuda(**arguments)
     data = _headers()
     upstream = data / "include"
-    with tempfile.TemporaryDirectory() as folder:
-        try:
+    try:
+        with tempfile.TemporaryDirectory() as folder:
             Path(folder, _CORRECTED).write_text(MAIN_LOOP_3.corrected((upstream / MAIN_LOOP_3.header).read_text()))
-        except (OSError, ValueError) as error:
-            raise MLABuildError(f"cannot build FlashInfer's fa3 kernel: {error}") from error
-        # The third: the copy includes its neighbours by paths relative to where it was.
-        include = [folder, upstream, (upstream / MAIN_LOOP_3.header).parent, data / "cutlass" / "include"]
-        return compile_cuda(**arguments, include=[str(path) for path in include])
+            # The third: the copy includes its neighbours by paths relative to where it was.
+            include = [folder, upstream, (upstream / MAIN_LOOP_3.header).parent, data / "cutlass" / "include"]
+            return compile_cuda(**arguments, include=[str(path) for path in include])
+    except (OSError, ValueError) as error:
+        raise MLABuildError(f"cannot build FlashInfer's fa3 kernel: {error}") from error
 
 
 def _headers() -> Path:

@@ -26,11 +26,13 @@ from mla_interop.kernels import flashinfer_fa3
 from mla_interop.kernels.build import cached, cached_path, compile_cpp, compile_cuda, find_nvcc, open_library, package_version, run_tool, wheel_folders
 from mla_interop.kernels.flashinfer_corrections import PREFILL_2
 
-# Whose raw argument order and work list were read and found to fit, first and last; only the first was built.
+# Whose headers and, of generation 2, whose raw argument order were read and found to fit, first and last; only the first was run.
 PROVEN_VERSIONS = ((0, 6, 14), (0, 7, 4))
 DTYPES = ("float16", "bfloat16")
 # In generation 2 masked scores are -5e4 before scaling (flashinfer-ai/flashinfer#4451): a smaller scale would give them weight.
 MIN_SCALE = {2: 2e-3, 3: flashinfer_fa3.MIN_SCALE}
+# A row's maximum is taken off by a fused product: from about 1e6 on, what its rounding leaves is not small any more.
+MAX_SCALE = 1e4
 
 
 def unsupported_reasons(capability: tuple[int, int], dtype: str, head_dim_qk: int, head_dim_v: int, generation: int) -> list[str]:
@@ -64,7 +66,7 @@ def _installation_reasons(capability: tuple[int, int], dtype: str, head_dim_qk: 
         return [f"flashinfer-python: not installed; allowed: {_proven()} (pip install 'mla-interop[flashinfer]')"]
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     if numbers is None or not PROVEN_VERSIONS[0] <= tuple(map(int, numbers.groups())) <= PROVEN_VERSIONS[1]:
-        return [f"flashinfer-python: got {version}; allowed: {_proven()}, whose internal call is known"]
+        return [f"flashinfer-python: got {version}; allowed: {_proven()}, whose headers and internal call are known"]
     if generation == 3:
         built = dtype in DTYPES and flashinfer_fa3.is_built(dtype, head_dim_qk, head_dim_v)
     else:
@@ -97,7 +99,7 @@ def _proven() -> str:
 def load(generation: int, dtype: str, head_dim_qk: int, head_dim_v: int, is_causal: bool, capability: tuple[int, int] = (9, 0)) -> Any:
     """The kernel as a ``tvm_ffi.Function`` of the ABI; the first call on a machine builds it, for a minute or more.
 
-    ``scale`` must be at least the generation's :data:`MIN_SCALE`; ``plan`` comes from :func:`plan`, for the rows of q; where lse is
+    ``scale`` must be from the generation's :data:`MIN_SCALE` to :data:`MAX_SCALE`; ``plan`` comes from :func:`plan`, for the rows of q; where lse is
     wanted, ``scratch`` has the :func:`scratch_floats` of q. A launch that breaks these raises, before anything runs on the device.
 
     Args:
@@ -114,8 +116,8 @@ def load(generation: int, dtype: str, head_dim_qk: int, head_dim_v: int, is_caus
     built = [build() for build in parts(generation, dtype, head_dim_qk, head_dim_v, capability)]
     finish, upstream, closure = map(_open, built[:3])  # the planner opens its own
     if generation == 3:
-        return closure.fa3(upstream.run, finish.finish_natural, finish.num_sms, is_causal, MIN_SCALE[3])
-    return closure.fa2(upstream.ragged_run, finish.finish, is_causal, MIN_SCALE[2])
+        return closure.fa3(upstream.run, finish.finish_natural, finish.num_sms, is_causal, MIN_SCALE[3], MAX_SCALE)
+    return closure.fa2(upstream.ragged_run, finish.finish, is_causal, MIN_SCALE[2], MAX_SCALE)
 
 
 def parts(generation: int, dtype: str, head_dim_qk: int, head_dim_v: int, capability: tuple[int, int]) -> tuple[Callable[[], Path], ...]:

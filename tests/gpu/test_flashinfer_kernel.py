@@ -12,7 +12,7 @@ from mla_interop.kernels import flashinfer_module  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]  # the first launch on a machine may build a module
 TAIL, BLIND = 1, 2
-WIDTH, WIDTH_V, NOPE = 192, 128, 128
+NOPE = 128
 MAX_ERROR = {"bfloat16": 5e-3, "float16": 1e-3}  # of out, relative to its norm
 
 RAGGED = ((130, 130), (5, 300), (128, 1024), (700, 701), (1, 1))
@@ -30,6 +30,7 @@ class Case:
     heads: int = 3
     tail: int = 0
     dtype: str = "bfloat16"
+    dims: tuple[int, int] = (192, 128)
 
     @property
     def finish(self) -> int:
@@ -39,10 +40,10 @@ class Case:
 
 def kernel(case: Case) -> Any:
     capability = torch.cuda.get_device_capability()
-    reasons = flashinfer_module.unsupported_reasons(capability, case.dtype, WIDTH, WIDTH_V, case.generation)
+    reasons = flashinfer_module.unsupported_reasons(capability, case.dtype, *case.dims, case.generation)
     if reasons:
         pytest.skip("; ".join(reasons))
-    return flashinfer_module.load(case.generation, case.dtype, WIDTH, WIDTH_V, case.causal, capability)
+    return flashinfer_module.load(case.generation, case.dtype, *case.dims, case.causal, capability)
 
 
 def inputs(case: Case, seed: int = 0, with_lse: bool = True) -> dict[str, Any]:
@@ -60,19 +61,20 @@ def inputs(case: Case, seed: int = 0, with_lse: bool = True) -> dict[str, Any]:
 
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     plan = flashinfer_module.plan(case.generation, cu_q, cu_k, rows, case.heads, case.causal, num_sms)
-    q = normal(rows, case.heads, WIDTH)
+    width, width_v = case.dims
+    q = normal(rows, case.heads, width)
     q[int(cu_q[-1]) :] = float("nan")
     return {
         "q": q,
-        "k": normal(keys, case.heads, WIDTH),
-        "v": normal(keys, case.heads, NOPE + WIDTH_V)[..., NOPE:],
+        "k": normal(keys, case.heads, width),
+        "v": normal(keys, case.heads, NOPE + width_v)[..., NOPE:],
         "cu_seqlens_q": torch.tensor(cu_q, device="cuda"),
         "cu_seqlens_k": torch.tensor(cu_k, device="cuda"),
         "plan": torch.tensor(plan, device="cuda"),
         "scratch": unwritten(flashinfer_module.scratch_floats(case.generation, rows, case.heads, True)) if with_lse else None,
-        "out": unwritten(rows, case.heads, WIDTH_V, dtype=dtype),
+        "out": unwritten(rows, case.heads, width_v, dtype=dtype),
         "lse": unwritten(case.heads, rows) if with_lse else None,
-        "scale": WIDTH**-0.5,
+        "scale": width**-0.5,
         "max_seqlen_q": max(q_len for q_len, _ in case.lengths),
         "max_seqlen_k": max(k_len for _, k_len in case.lengths),
         "finish": case.finish,
@@ -171,9 +173,8 @@ def test_bits_for_rows_that_do_not_exist_change_nothing(generation: int) -> None
     assert torch.equal(plain["out"], asked["out"]) and torch.equal(plain["lse"], asked["lse"])
 
 
-@pytest.mark.parametrize("generation", [3, 2])
-def test_one_plan_serves_both_masks(generation: int) -> None:
-    causal, full = Case(RAGGED, generation, True), Case(RAGGED, generation, False)
+def test_one_plan_of_generation_2_serves_both_masks() -> None:
+    causal, full = Case(RAGGED, 2, True), Case(RAGGED, 2, False)
     given = inputs(full) | {"plan": inputs(causal)["plan"]}
     kernel(full)(*given.values())
     check(full, given)
@@ -183,6 +184,29 @@ def test_one_plan_serves_both_masks(generation: int) -> None:
 def test_a_sequence_of_many_tiles_and_a_crowd_of_short_ones(generation: int) -> None:
     case = Case(((5000, 5000), *[(3, 3)] * 200, (77, 4000)), generation, heads=16, tail=50)
     given = inputs(case)
+    kernel(case)(*given.values())
+    check(case, given)
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lengths", [RAGGED, EMPTY, ((1500, 1500), *[(3, 3)] * 200, (77, 4000))], ids=["ragged", "empty", "many tiles"])
+def test_generation_3_with_other_heads(dims: tuple[int, int], causal: bool, lengths: tuple[tuple[int, int], ...]) -> None:
+    """They have other tiles of keys, and those of 256 other turns of the warp groups."""
+    case = Case(lengths, causal=causal, heads=16, tail=50, dims=dims)
+    given = inputs(case)
+    kernel(case)(*given.values())
+    check(case, given)
+
+
+@pytest.mark.parametrize("lengths", [((1, 300), (0, 5)), ((1, 1),)], ids=str)
+def test_strides_of_extents_of_1_say_nothing(lengths: tuple[tuple[int, int], ...]) -> None:
+    """torch calls such a tensor contiguous; TMA refuses strides that are not of whole 16 bytes."""
+    case = Case(lengths, heads=1)
+    given = inputs(case)
+    q, out = given["q"], given["out"]
+    given["q"] = torch.as_strided(q, q.shape, (1 if len(q) == 1 else q.stride(0), 1, 1))
+    given["out"] = torch.as_strided(out, out.shape, (out.stride(0), 1, 1))
     kernel(case)(*given.values())
     check(case, given)
 
@@ -218,6 +242,10 @@ def test_heads_share_one_schedule_when_there_are_many_tiles() -> None:
     given = inputs(case)
     kernel(case)(*given.values())
     torch.testing.assert_close(given["out"], given["v"][: len(given["out"])], rtol=0, atol=0)  # one key each: out is its value
+    case = Case((*((1, 1),) * 4200, (300, 700)), 3, heads=5)
+    given = inputs(case)
+    kernel(case)(*given.values())
+    check(case, given)
 
 
 @pytest.mark.parametrize("generation", [3, 2])

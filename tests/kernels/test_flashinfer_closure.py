@@ -23,8 +23,8 @@ class Fakes:
         self.finished: list[Any] = []
         closure = tvm_ffi.load_module(compile_cpp("flashinfer_closure", ["flashinfer_closure.cc"]))
         fakes = [tvm_ffi.convert(fake) for fake in (self._run, self._finish, lambda device_id: NUM_SMS)]
-        least = flashinfer_module.MIN_SCALE[generation]
-        self.launch = closure.fa3(*fakes, causal, least) if generation == 3 else closure.fa2(*fakes[:2], causal, least)
+        scales = flashinfer_module.MIN_SCALE[generation], flashinfer_module.MAX_SCALE
+        self.launch = closure.fa3(*fakes, causal, *scales) if generation == 3 else closure.fa2(*fakes[:2], causal, *scales)
 
     def _run(self, *arguments: Any) -> None:
         self.run = [self._note(argument) for argument in arguments]
@@ -107,6 +107,7 @@ def test_what_would_read_or_write_at_wrong_places_is_refused_before_the_call(gen
         (ValueError, "scale", {"scale": -1.0}),
         (ValueError, "scale", {"scale": float("nan")}),
         (ValueError, "scale", {"scale": flashinfer_module.MIN_SCALE[generation] * 0.99}),
+        (ValueError, "scale", {"scale": flashinfer_module.MAX_SCALE * 1.01}),
     ]
     if generation == 2:
         refused += [(RuntimeError, "scratch", {"scratch": scratch}) for scratch in (None, np.zeros(ROWS * HEADS - 1, np.float32))]

@@ -1,5 +1,6 @@
 """What FlashInfer's kernels need, as they say it themselves, and how their module is found in the cache."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 
 from mla_interop.errors import MLABuildError
 from mla_interop.kernels import build, flashinfer_fa3, flashinfer_module
-from mla_interop.kernels.flashinfer_corrections import MAIN_LOOP_3
+from mla_interop.kernels.flashinfer_corrections import MAIN_LOOP_3, PREFILL_2
 
 GOOD = ((9, 0), "bfloat16", 192, 128)
 
@@ -88,13 +89,22 @@ def test_headers_that_are_not_there_or_not_those_are_a_build_error(monkeypatch: 
         flashinfer_fa3.library(*GOOD[1:])
 
 
+def test_the_corrections_fit_the_headers_that_are_installed() -> None:
+    if importlib.util.find_spec("flashinfer") is None:
+        pytest.skip("FlashInfer is not installed")
+    include = flashinfer_fa3._headers() / "include"
+    for header in (MAIN_LOOP_3, PREFILL_2):
+        assert header.corrected((include / header.header).read_text()) != (include / header.header).read_text()
+
+
 def test_the_key_of_a_module_names_no_path_and_no_python() -> None:
     _, key = flashinfer_module._artefact(*GOOD[1:], GOOD[0])
     text = json.dumps(key)
     assert "/" not in text and sys.version.split()[0] not in text
     assert key.keys() == {"flashinfer", "tvm_ffi", "generation", "dtype", "head_dims", "capability", "corrections"}
     arguments = flashinfer_fa3._arguments(*GOOD[1:])
-    assert arguments["depends"].keys() == {"flashinfer", "corrections"} and "/" not in json.dumps(arguments)
+    assert arguments["depends"].keys() == {"flashinfer", "corrections"}
+    assert "/" not in json.dumps(arguments)
 
 
 def test_asking_for_reasons_imports_neither_torch_nor_flashinfer() -> None:

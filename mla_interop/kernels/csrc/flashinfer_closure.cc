@@ -27,9 +27,14 @@ struct NativeLse {
   NativeLse(const NativeLse&) = delete;
 };
 
-void check_scale(double scale, double least) {
-  if (!(scale >= least)) TVM_FFI_THROW(ValueError) << "scale: got " << scale << "; allowed: at least " << least << " for FlashInfer's kernels";
-}
+struct Scales {
+  double least, greatest;
+
+  void check(double scale) const {
+    if (!(scale >= least && scale <= greatest))
+      TVM_FFI_THROW(ValueError) << "scale: got " << scale << "; allowed: " << least << " to " << greatest << " for FlashInfer's kernels";
+  }
+};
 
 // A list made for other sizes would be read at wrong places.
 void check_plan(TensorView plan, int64_t bytes, TensorView q, TensorView cu_q) {
@@ -41,12 +46,12 @@ void check_plan(TensorView plan, int64_t bytes, TensorView q, TensorView cu_q) {
 // Generation 3: `run` is flashinfer_fa3.cu's, which writes lse as the ABI wants it.
 class Fa3 {
  public:
-  Fa3(Function run, Function finish, Function num_sms, bool causal, double least_scale)
-      : run_(std::move(run)), finish_(std::move(finish)), num_sms_(std::move(num_sms)), causal_(causal), least_scale_(least_scale) {}
+  Fa3(Function run, Function finish, Function num_sms, bool causal, Scales scales)
+      : run_(std::move(run)), finish_(std::move(finish)), num_sms_(std::move(num_sms)), causal_(causal), scales_(scales) {}
 
   void operator()(TensorView q, TensorView k, TensorView v, TensorView cu_q, TensorView cu_k, TensorView plan, Optional<TensorView> /*scratch*/,
                   TensorView out, Optional<TensorView> lse, double scale, int64_t /*max_q*/, int64_t /*max_k*/, int64_t finish) const {
-    check_scale(scale, least_scale_);
+    scales_.check(scale);
     const int64_t sequences = cu_q.size(0) - 1;
     const int64_t sms = num_sms_(static_cast<int64_t>(q.device().device_id)).cast<int64_t>();
     check_plan(plan, mla::Fa3Layout(q.size(0), sequences, q.size(1), sms).bytes, q, cu_q);
@@ -57,19 +62,19 @@ class Fa3 {
  private:
   Function run_, finish_, num_sms_;
   bool causal_;
-  double least_scale_;
+  Scales scales_;
 };
 
 // Generation 2: FlashInfer's raw `ragged_run`, which gets the constants, the absent tensors and the offsets of the work list.
 class Fa2 {
  public:
-  Fa2(Function ragged_run, Function finish, bool causal, double least_scale)
-      : ragged_run_(std::move(ragged_run)), finish_(std::move(finish)), causal_(causal), least_scale_(least_scale) {}
+  Fa2(Function ragged_run, Function finish, bool causal, Scales scales)
+      : ragged_run_(std::move(ragged_run)), finish_(std::move(finish)), causal_(causal), scales_(scales) {}
 
   void operator()(TensorView q, TensorView k, TensorView v, TensorView cu_q, TensorView cu_k, TensorView plan, Optional<TensorView> scratch,
                   TensorView out, Optional<TensorView> lse, double scale, int64_t /*max_q*/, int64_t /*max_k*/, int64_t finish) const {
     const int64_t rows = q.size(0), heads = q.size(1);
-    check_scale(scale, least_scale_);
+    scales_.check(scale);
     const Array<int64_t> offsets = find_parts(q, k, v, cu_q, plan);
     std::optional<NativeLse> native;
     Optional<TensorView> native_lse;
@@ -111,16 +116,16 @@ class Fa2 {
 
   Function ragged_run_, finish_;
   bool causal_;
-  double least_scale_;
+  Scales scales_;
 };
 
 // `finish(cu_q, cu_k, native_lse?, out, lse?, bits, causal)` is finish.cu's, the natural one for generation 3; `num_sms(device_id)` tells a device's SMs.
-Function fa3(Function run, Function finish, Function num_sms, bool causal, double least_scale) {
-  return Function::FromTyped(Fa3(std::move(run), std::move(finish), std::move(num_sms), causal, least_scale));
+Function fa3(Function run, Function finish, Function num_sms, bool causal, double least_scale, double greatest_scale) {
+  return Function::FromTyped(Fa3(std::move(run), std::move(finish), std::move(num_sms), causal, Scales{least_scale, greatest_scale}));
 }
 
-Function fa2(Function ragged_run, Function finish, bool causal, double least_scale) {
-  return Function::FromTyped(Fa2(std::move(ragged_run), std::move(finish), causal, least_scale));
+Function fa2(Function ragged_run, Function finish, bool causal, double least_scale, double greatest_scale) {
+  return Function::FromTyped(Fa2(std::move(ragged_run), std::move(finish), causal, Scales{least_scale, greatest_scale}));
 }
 
 }  // namespace

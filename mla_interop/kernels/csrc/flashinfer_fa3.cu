@@ -2,8 +2,8 @@
 // generator: its main loop and its schedulers are used as they are, but for one correction (flashinfer_corrections.py); ours are
 //
 // - the softmax, which leaves O and the sums alone until a maximum has grown by more than kSlack, as FlashAttention-4 does. Its masked
-//   scores are -inf, so that no scale is too small (flashinfer-ai/flashinfer#4451), and a row without keys is 0 with an LSE of -inf;
-// - the end of a tile: each warp group stores its rows from registers. Upstream passes them through the memory of V, where both groups
+//   scores are -inf, so that no normal scale is too small (flashinfer-ai/flashinfer#4451), and a row without keys is 0 with an LSE of -inf;
+// - the epilogue, the end of a tile: each warp group stores its rows from registers. Upstream passes them through the memory of V, where both groups
 //   and the next tile's loads wait for it. LSE goes straight to [heads, rows], in base e;
 // - the launch.
 //
@@ -44,11 +44,14 @@ using namespace cute;
 constexpr float kSlack = 8.0f;
 constexpr float kLn2 = 0.693147180559945309f;
 
-// Online softmax over the scores of one thread: kRows rows, each held by the four threads of a quad.
+// Online softmax over the scores of one thread: kRows rows, each held by the four threads of a quad. The main loop (`mma_f16`) calls `update`
+// for each tile of keys, `rescale_o` before the product of its probabilities with V is added to O, and at the end, while the last product is
+// under way, `finalize`, then `rescale_o` once more, which divides by the sums. The `rescale_o` before the first product finds nothing in O yet.
 template <int kRows>
 struct Softmax {
   static constexpr float fill_value = -INFINITY;  // of masked scores
-  float row_max[kRows], row_sum[kRows], factor[kRows], scale;  // the scale of base 2, above 0
+  float row_max[kRows], row_sum[kRows], scale;  // the scale of base 2, above 0
+  float factor[kRows];                          // of O at the next `rescale_o`
   bool rescale = true;
 
   CUTLASS_DEVICE explicit Softmax(float scale_log2) : scale(scale_log2) {
@@ -59,7 +62,7 @@ struct Softmax {
   template <bool kFirst, typename Scores>
   CUTLASS_DEVICE void update(Scores& fragment) {
     Tensor scores = by_row(fragment);
-    float grown_to[kRows];
+    float grown_to[kRows];  // this tile's maxima and those before, which count only if one of the warp has grown enough
     bool grown = kFirst;
     CUTLASS_PRAGMA_UNROLL
     for (int row = 0; row < kRows; ++row) {
@@ -93,7 +96,7 @@ struct Softmax {
 
   // What is left to do for O, once the last probabilities are on their way into it.
   template <typename Scores>
-  CUTLASS_DEVICE void finalize(Scores&, float = 1.0f) {
+  CUTLASS_DEVICE void finalize(Scores&, float /*scale_pv*/ = 1.0f) {
     rescale = true;
     CUTLASS_PRAGMA_UNROLL
     for (int row = 0; row < kRows; ++row) {
@@ -145,7 +148,7 @@ struct AdditionalParams {
   float scale_log2;
 };
 
-// V's memory is never O's: nobody has to wait for it.
+// In place of `barrier_O`, which the main loop and the kernel use: V's memory is never O's, so nobody has to wait for it.
 struct NothingToWaitFor {
   CUTLASS_DEVICE void init(uint32_t) const {}
   CUTLASS_DEVICE void wait(uint32_t) const {}
@@ -196,6 +199,7 @@ struct flashinfer::CollectiveEpilogue<mla::Traits<kCausal>> {
   template <typename Output, typename Lse, typename SharedStorage, typename TiledMma, typename Coordinates>
   CUTLASS_DEVICE void store(const Params& params, const Output& output, const Lse& lse, SharedStorage&, TiledMma tiled_mma, int thread,
                             const Coordinates& coordinates) const {
+    static_assert(decltype(size<1>(output))::value == 1 && decltype(size<2>(output))::value == 1, "one instruction covers a warp group's rows of O");
     const Place place(params, coordinates);
     Tensor rounded = flashinfer::convert_type<MLA_ELEMENT>(output);
     Tensor pairs = recast<uint32_t>(rounded);
@@ -284,9 +288,11 @@ class Launcher {
  private:
   static MLA_ELEMENT* elements(TensorView tensor) { return static_cast<MLA_ELEMENT*>(tensor.data_ptr()); }
 
+  // The stride of an extent of 1 may be anything, and is not looked at before; TMA takes none that is not of whole 16 bytes.
   static auto layout(TensorView tensor) {
+    const auto stride = [&](int dim) { return tensor.size(dim) > 1 ? tensor.stride(dim) : tensor.size(1) * tensor.size(2); };
     return make_layout(make_shape(static_cast<int>(tensor.size(0)), static_cast<int>(tensor.size(2)), static_cast<int>(tensor.size(1))),
-                       make_stride(tensor.stride(0), _1{}, tensor.stride(1)));
+                       make_stride(stride(0), _1{}, stride(1)));
   }
 
   // Once for each device: a driver call less in every launch. Two threads may both do it.
@@ -299,9 +305,23 @@ class Launcher {
   }
 };
 
+// CUTLASS prints what TMA refuses, and goes on.
+void check(TensorView tensor, int64_t width, const char* name) {
+  const DLDataType dtype = tensor.dtype();
+  const bool known = dtype.bits == 16 && dtype.lanes == 1 && dtype.code == (std::is_same_v<MLA_ELEMENT, cutlass::half_t> ? kDLFloat : kDLBfloat);
+  if (!known || tensor.size(2) != width) TVM_FFI_THROW(RuntimeError) << name << ": not of the dtype and head size that this kernel was compiled for";
+  bool whole = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
+  for (int dim = 0; dim < 2; ++dim) whole = whole && (tensor.size(dim) == 1 || tensor.stride(dim) % 8 == 0);
+  if (!whole) TVM_FFI_THROW(RuntimeError) << name << ": address and strides must be of whole 16 bytes";
+}
+
 // `plan` is a work list of flashinfer_plan.h for these rows, `sequences` and heads, on a device of `num_sms`; `scale` is above 0.
 void run(TensorView q, TensorView k, TensorView v, TensorView plan, int64_t sequences, bool causal, double scale, TensorView out, Optional<TensorView> lse,
          int64_t num_sms) {
+  check(q, MLA_HEAD_DIM_QK, "q");
+  check(k, MLA_HEAD_DIM_QK, "k");
+  check(v, MLA_HEAD_DIM_V, "v");
+  check(out, MLA_HEAD_DIM_V, "out");
   const Fa3Layout at(q.size(0), sequences, q.size(1), num_sms);
   const tvm::ffi::CUDADeviceGuard guard(q.device().device_id);
   const auto launch = causal ? (at.shared ? Launcher<true, true>::launch : Launcher<true, false>::launch)

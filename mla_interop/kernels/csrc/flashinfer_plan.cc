@@ -77,9 +77,9 @@ struct Tile {
 };
 
 // The query tiles of one head in the order in which they are dealt: sequences by falling key count, and within one from
-// the last tile, which under a causal mask sees the most keys, to the first. Tiles without a key are left out: for those
-// FlashInfer's Hopper kernels (0.6.14 to 0.7.4) store the LSE of nothing into 256 rows where a tile has 128, so that it can
-// land on rows of the next tile that do see keys, after or before these were stored. `finish` fills the rows left out.
+// the last tile, which under a causal mask sees the most keys, to the first. Tiles without a key are left out: they
+// would cost a turn, and `finish` fills their rows. (FlashInfer's own epilogue, 0.6.14 to 0.7.4, which is not used here, stores the LSE
+// of such a tile into 256 rows where it has 128, over rows of the next tile that do see keys.)
 std::vector<Tile> tiles_of_one_head(const Lengths& lengths, bool causal) {
   std::vector<int32_t> order(lengths.batch);
   std::iota(order.begin(), order.end(), 0);
