@@ -167,10 +167,10 @@ def _cpp_command(
     return [*command, "-ltvm_ffi", *[f"-l{library}" for library in libraries]]
 
 
-def torch_root() -> Path | None:
-    """The folder of the installed torch, which is not imported for it."""
+def package_root(name: str) -> Path | None:
+    """The folder of an installed package, which is not imported for it; None where there is none."""
     try:
-        spec = importlib.util.find_spec("torch")
+        spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):  # blocked, or a module without a spec that was put into sys.modules by hand
         return None
     return Path(spec.origin).parent if spec is not None and spec.origin else None

@@ -13,7 +13,7 @@ from typing import Any
 
 from mla_interop.errors import MLABuildError, MLAUnavailableError
 from mla_interop.installed import missing
-from mla_interop.kernels.build import compile_cpp, package_version, torch_root
+from mla_interop.kernels.build import compile_cpp, package_root, package_version
 
 DTYPES = ("float32", "bfloat16", "float16")
 # The oldest torch whose headers compile this and whose library has every function used.
@@ -40,7 +40,7 @@ def unsupported_reasons(dtype: str, head_dim_qk: int, head_dim_v: int) -> list[s
 
 def _torch_reasons() -> list[str]:
     allowed = f">= {'.'.join(map(str, MIN_TORCH))}"
-    root = torch_root()
+    root = package_root("torch")
     if root is None:
         return [f"python package torch: got none; allowed: {allowed} (pip install 'mla-interop[torch]')"]
     found = package_version("torch")
@@ -72,7 +72,7 @@ def library() -> Path:
         MLAUnavailableError: There is no torch.
         MLABuildError: It cannot be compiled.
     """
-    root = torch_root()
+    root = package_root("torch")
     if root is None:
         raise MLAUnavailableError("python package torch: got none; allowed: a torch with CPU kernels. Install mla-interop[torch].")
     return compile_cpp(

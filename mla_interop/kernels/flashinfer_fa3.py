@@ -4,13 +4,12 @@ Nothing of FlashInfer or torch is imported for it, and nothing but nvcc is neede
 in FlashInfer's wheel, one of them in a corrected copy (:mod:`mla_interop.kernels.flashinfer_corrections`).
 """
 
-import importlib.util
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from mla_interop.errors import MLABuildError
-from mla_interop.kernels.build import compile_cuda, is_cuda_built, package_version
+from mla_interop.kernels.build import compile_cuda, is_cuda_built, package_root, package_version
 from mla_interop.kernels.flashinfer_corrections import MAIN_LOOP_3
 
 # Those of 64 use another tile than the work list.
@@ -47,7 +46,7 @@ def library(dtype: str, head_dim_qk: int, head_dim_v: int) -> Path:
     arguments = _arguments(dtype, head_dim_qk, head_dim_v)
     if is_cuda_built(**arguments):
         return compile_cuda(**arguments)
-    data = _headers()
+    data = _package_data()
     upstream = data / "include"
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -59,8 +58,8 @@ def library(dtype: str, head_dim_qk: int, head_dim_v: int) -> Path:
         raise MLABuildError(f"cannot build FlashInfer's fa3 kernel: {error}") from error
 
 
-def _headers() -> Path:
-    spec = importlib.util.find_spec("flashinfer")  # finds it, imports nothing
-    if spec is None or not spec.origin:
+def _package_data() -> Path:
+    root = package_root("flashinfer")
+    if root is None:
         raise MLABuildError("cannot build FlashInfer's fa3 kernel: flashinfer-python is not installed (pip install 'mla-interop[flashinfer]').")
-    return Path(spec.origin).parent / "data"
+    return root / "data"

@@ -8,7 +8,6 @@ cache under a key without machine paths: it can be built where there is no GPU, 
 
 import ctypes
 import dataclasses
-import importlib.util
 import os
 import re
 import shutil
@@ -23,7 +22,18 @@ import numpy as np
 from mla_interop.errors import MLABuildError
 from mla_interop.installed import missing
 from mla_interop.kernels import flashinfer_fa3
-from mla_interop.kernels.build import cached, cached_path, compile_cpp, compile_cuda, find_nvcc, open_library, package_version, run_tool, wheel_folders
+from mla_interop.kernels.build import (
+    cached,
+    cached_path,
+    compile_cpp,
+    compile_cuda,
+    find_nvcc,
+    open_library,
+    package_root,
+    package_version,
+    run_tool,
+    wheel_folders,
+)
 from mla_interop.kernels.flashinfer_corrections import PREFILL_2
 
 # Whose headers and, of generation 2, whose raw argument order were read and found to fit, first and last; only the first was run.
@@ -78,7 +88,7 @@ def _missing_build_tools(generation: int) -> list[str]:
     missing = [] if find_nvcc() else ["nvcc: not found; needed to build FlashInfer's kernel (install the CUDA toolkit, or set CUDA_HOME)"]
     if generation == 3:
         return missing
-    if importlib.util.find_spec("torch") is None:
+    if package_root("torch") is None:
         missing.append("torch: not installed; needed to build FlashInfer's kernel, though not to run it")
     if shutil.which("ninja", path=_build_path()) is None:
         missing.append("ninja: not found; needed to build FlashInfer's kernel (pip install ninja)")

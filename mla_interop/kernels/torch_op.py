@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_interop.errors import MLABuildError
-from mla_interop.kernels.build import compile_cpp, is_cpp_built, open_library, package_version, torch_root
+from mla_interop.kernels.build import compile_cpp, is_cpp_built, open_library, package_root, package_version
 
 _log = logging.getLogger("mla_interop")
 _lock = threading.Lock()
@@ -30,7 +30,7 @@ _LIBRARY = "torch_op", ["torch_op.cc"]
 
 
 def _options() -> dict[str, Any]:
-    root = torch_root()
+    root = package_root("torch")
     if root is None:
         raise MLABuildError("cannot build torch_op: python package torch: got none. Install mla-interop[torch].")
     return {

@@ -1,6 +1,5 @@
 """What FlashInfer's kernels need, as they say it themselves, and how their module is found in the cache."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -66,7 +65,7 @@ def test_a_module_in_the_cache_needs_no_compiler(monkeypatch: pytest.MonkeyPatch
     assert flashinfer_module.upstream_module(*GOOD[1:], GOOD[0]) == build.cached_path(name, key)
 
 
-def test_a_library_of_generation_3_in_the_cache_needs_no_compiler_and_no_headers(monkeypatch: pytest.MonkeyPatch, installed: Path) -> None:
+def test_a_library_of_generation_3_in_the_cache_needs_no_compiler_and_no_package_data(monkeypatch: pytest.MonkeyPatch, installed: Path) -> None:
     monkeypatch.setattr(build, "find_nvcc", lambda: None)
     monkeypatch.setattr(flashinfer_module, "_missing_build_tools", lambda generation: ["nvcc: not found"])
     assert flashinfer_module.unsupported_reasons(*GOOD, 3) == ["nvcc: not found"] and not flashinfer_fa3.is_built(*GOOD[1:])
@@ -78,8 +77,8 @@ def test_a_library_of_generation_3_in_the_cache_needs_no_compiler_and_no_headers
 
 
 @pytest.mark.usefixtures("installed")
-def test_headers_that_are_not_there_or_not_those_are_a_build_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(flashinfer_fa3, "_headers", lambda: tmp_path)
+def test_package_data_that_are_not_there_or_not_those_are_a_build_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(flashinfer_fa3, "_package_data", lambda: tmp_path)
     with pytest.raises(MLABuildError, match="cannot build FlashInfer's fa3 kernel: .*No such file"):
         flashinfer_fa3.library(*GOOD[1:])
     header = tmp_path / "include" / MAIN_LOOP_3.header
@@ -89,10 +88,10 @@ def test_headers_that_are_not_there_or_not_those_are_a_build_error(monkeypatch: 
         flashinfer_fa3.library(*GOOD[1:])
 
 
-def test_the_corrections_fit_the_headers_that_are_installed() -> None:
-    if importlib.util.find_spec("flashinfer") is None:
+def test_the_corrections_fit_the_package_data_that_are_installed() -> None:
+    if build.package_root("flashinfer") is None:
         pytest.skip("FlashInfer is not installed")
-    include = flashinfer_fa3._headers() / "include"
+    include = flashinfer_fa3._package_data() / "include"
     for header in (MAIN_LOOP_3, PREFILL_2):
         assert header.corrected((include / header.header).read_text()) != (include / header.header).read_text()
 
