@@ -153,8 +153,10 @@ def pairs(results: dict[str, Any]) -> str:
 
 
 def _host_cell(row: dict[str, Any]) -> str:
-    """A time, or, where it is a difference of two that noise made negative, that it is none."""
-    return "less than the noise" if row["us"] < 0 else f"{number(row['us'])} us"
+    """A time, or, where it is a difference of two that noise made negative, that it is none; and what it is more than its floor."""
+    if row["us"] < 0:
+        return "less than the noise"
+    return f"{number(row['us'])} us" + (f" ({row['us_over']:+.1f} by turns over x + 1)" if "us_over" in row else "")
 
 
 def shortly(files: list[dict[str, Any]]) -> str:

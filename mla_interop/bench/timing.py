@@ -1,9 +1,13 @@
 """How time is taken: wall time of a loop long enough to hide the launch of its first call, median of many loops."""
 
+import contextlib
+import itertools
+import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TypeVar
 
 Name = TypeVar("Name", bound=Hashable)
@@ -16,7 +20,9 @@ def per_call(run: Callable[[int], None], calls_in_a_run: int = 1, repeats: int =
     return side_by_side({"": (run, calls_in_a_run)}, repeats, target_s)[""]
 
 
-def side_by_side(runs: Mapping[Name, tuple[Callable[[int], None], int]], repeats: int = REPEATS, target_s: float = 0.01) -> dict[Name, dict[str, float]]:
+def side_by_side(
+    runs: Mapping[Name, tuple[Callable[[int], None], int]], repeats: int = REPEATS, target_s: float = 0.01, over: Mapping[Name, Name] = MappingProxyType({})
+) -> dict[Name, dict[str, float]]:
     """Microseconds a call, of things that are to be compared: each round measures all of them, in another order.
 
     A GPU that gets warm, or nears its power limit, slows down by several percent within seconds: what is measured later would be the loser.
@@ -26,6 +32,8 @@ def side_by_side(runs: Mapping[Name, tuple[Callable[[int], None], int]], repeats
             run consists of.
         repeats: Rounds, of which the median counts.
         target_s: How long one loop should at least take.
+        over: What a thing is compared with: the median of what it took longer than that in the same round is added, as ``us_over``. A host that
+            is slow for a while is slow for both.
     """
     loops = {name: _loops(run, target_s) for name, (run, _) in runs.items()}
     times: dict[Name, list[float]] = {name: [] for name in runs}
@@ -37,7 +45,37 @@ def side_by_side(runs: Mapping[Name, tuple[Callable[[int], None], int]], repeats
             begin = time.perf_counter()
             run(loops[name])
             times[name].append((time.perf_counter() - begin) / (loops[name] * calls) * 1e6)
-    return {name: {"us": statistics.median(some), "us_min": min(some), "us_max": max(some)} for name, some in times.items()}
+    found = {name: {"us": statistics.median(some), "us_min": min(some), "us_max": max(some)} for name, some in times.items()}
+    for name, base in over.items():
+        if name in times and base in times:
+            found[name]["us_over"] = statistics.median(a - b for a, b in zip(times[name], times[base], strict=True))
+    return found
+
+
+@contextlib.contextmanager
+def on_the_quietest_core() -> Iterator[None]:
+    """Keeps this thread on the core that runs Python fastest at the moment, for what the host alone takes.
+
+    Half a core of a shared machine is slower by a third while the other half serves somebody else, and a thread that may move meets all of them.
+    """
+    if not hasattr(os, "sched_setaffinity"):  # Linux has it
+        yield
+        return
+    allowed = os.sched_getaffinity(0)
+
+    def seconds(core: int) -> float:
+        os.sched_setaffinity(0, {core})
+        times = [time.perf_counter()]
+        for _ in range(9):
+            sum(range(20_000))
+            times.append(time.perf_counter())
+        return statistics.median(b - a for a, b in itertools.pairwise(times))
+
+    try:
+        os.sched_setaffinity(0, {min(allowed, key=seconds)})
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 def _loops(run: Callable[[int], None], target_s: float) -> int:

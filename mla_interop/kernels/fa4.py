@@ -41,7 +41,8 @@ _ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a", (12, 0): "sm
 SMALLEST_SCALE = 2.0**-126
 _SMALL_SHARED_MEMORY = ((8, 6), (8, 9))  # 99 KB a block, where 8.0 and 8.7 have 163 KB
 _COMPILE_TIMEOUT_S = 900
-_DOOR = SOURCES / "fa4_launch.cc"
+_AROUND = (SOURCES / "fa4_launch.cc", SOURCES / "driver_launch.h")
+_AROUND_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wl,--wrap=_cudaLaunchKernelEx,--wrap=_cudaGetDevice")
 # These change what the compiler makes, or make it leave files: a build depends on its key alone.
 _DROPPED_ENVIRONMENT = re.compile(r"CUTE_DSL_|FLASH_ATTENTION_|FA_|QUACK_")
 
@@ -123,14 +124,14 @@ def build(arch: str, dtype: str, head_dim_qk: int, head_dim_v: int, is_causal: b
     from tvm_ffi import libinfo
 
     name, key = _artefact(arch, dtype, head_dim_qk, head_dim_v, is_causal, with_lse, any_scale)
-    variant, libraries, door = key["variant"], key["libraries"], key["door"]
+    variant, libraries = key["variant"], key["libraries"]
 
     def make(made: Path) -> None:
         compiled = made.with_suffix(".o")
         _compile(variant, compiled, name)
         found_at = [f"-Wl,-rpath,{Path(library).parent}" for library in libraries]
-        checked = [*door, *(f"-I{path}" for path in libinfo.include_paths()), str(_DOOR)] if door else []
-        run_tool([_linker(), "-shared", "-o", str(made), *checked, str(compiled), *libraries, *found_at], name)
+        include = [f"-I{path}" for path in libinfo.include_paths()]
+        run_tool([_linker(), "-shared", "-o", str(made), *key["flags"], *include, str(_AROUND[0]), str(compiled), *libraries, *found_at, "-ldl"], name)
 
     return cached(name, key, make)
 
@@ -141,8 +142,8 @@ def _artefact(arch: str, dtype: str, head_dim_qk: int, head_dim_v: int, is_causa
     name = f"fa4-{arch}-{dtype}-{head_dim_qk}x{head_dim_v}-{'causal' if is_causal else 'full'}{'-lse' * flags['with_lse']}{'-anyscale' * flags['any_scale']}"
     return name, {
         "variant": {"arch": arch, "dtype": dtype, "head_dim_qk": head_dim_qk, "head_dim_v": head_dim_v, **flags},
-        "source": [path.read_text() for path in (*(Path(__file__).parent / name for name in ("fa4_kernels.py", "fa4_compiler.py")), _DOOR)],
-        "door": [] if any_scale else ["-O2", "-fPIC", f"-DSMALLEST_SCALE={SMALLEST_SCALE!r}"],
+        "source": [path.read_text() for path in (*(Path(__file__).parent / name for name in ("fa4_kernels.py", "fa4_compiler.py")), *_AROUND)],
+        "flags": [*_AROUND_FLAGS, *([] if any_scale else [f"-DSMALLEST_SCALE={SMALLEST_SCALE!r}"])],
         "versions": {each: package_version(each) for each in ("flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-ffi")},
         # The library finds these by their paths: a moved environment must not find it.
         "libraries": _runtime_libraries(),

@@ -1,13 +1,15 @@
 """What the benchmark measures beside kernels, on a machine that lacks something: the rest is measured all the same."""
 
+import os
 import sys
+from collections.abc import Callable
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import torch_side  # noqa: E402
-from mla_interop.bench import calls, ceiling, torch_contenders  # noqa: E402
+from mla_interop.bench import calls, ceiling, timing, torch_contenders  # noqa: E402
 from mla_interop.bench.problems import equal  # noqa: E402
 
 
@@ -24,6 +26,38 @@ def test_a_framework_that_is_not_there_and_a_call_that_fails(monkeypatch: pytest
     monkeypatch.setattr(calls, "_torch", lambda *_: {"one": (nothing, 1), "two": (broken, 1)})
     one, two = calls.call_costs("cpu", "float32")
     assert one["name"] == "one, 2x8x1" and one["us"] >= 0 and two == {"name": "two, 2x8x1", "failed": "RuntimeError: no compiler"}
+
+
+def test_a_call_is_compared_with_its_floor_in_the_same_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    seconds = {"call": iter([9, 9, 5.0, 13.0, 9.0]), "floor": iter([1, 1, 2.0, 9.0, 7.0])}  # two of each are to find out how many make a loop
+
+    def taking(name: str) -> tuple[Callable[[int], None], int]:
+        def run(n: int) -> None:
+            clock[0] += next(seconds[name])
+
+        return run, 1
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    found = timing.side_by_side({name: taking(name) for name in seconds}, 3, over={"call": "floor", "gone": "floor"})
+    assert (found["call"]["us"], found["floor"]["us"], found["call"]["us_over"]) == (9e6, 7e6, 3e6) and "us_over" not in found["floor"]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be kept on a core here")
+def test_the_host_is_measured_on_one_core_and_the_thread_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed, kept, clock = {3, 5, 9}, [{3, 5, 9}], [0.0]
+    monkeypatch.setattr(timing.os, "sched_getaffinity", lambda _: allowed)
+    monkeypatch.setattr(timing.os, "sched_setaffinity", lambda _, cores: kept.append(cores))
+
+    def tick() -> float:
+        clock[0] += 1.0 if kept[-1] == {5} else 2.0
+        return clock[0]
+
+    monkeypatch.setattr(timing.time, "perf_counter", tick)
+    with pytest.raises(RuntimeError, match="inside"), timing.on_the_quietest_core():
+        assert kept[-1] == {5}
+        raise RuntimeError("inside")
+    assert kept[-1] == allowed
 
 
 def test_a_matrix_product_has_its_operations_counted() -> None:

@@ -173,6 +173,20 @@ def test_no_call_waits_for_the_device(kernel: str) -> None:
     judge(*torch_side.mla_prefill(*inputs, metadata=bucket, return_lse=True, backend=kernel), inputs, BATCHES[1])
 
 
+def test_a_call_is_one_launch_by_the_driver(kernel: str) -> None:
+    """And none by a CUDA runtime, which would find the kernel's function anew each time; lengths and tensors are such that nothing is left to finish."""
+    inputs, metadata = arrays(0), torch_side.prepare_metadata([0, 60, 100, T], device="cuda")
+    q, k, v = inputs[0], inputs[1][:T], inputs[2][:T]
+    torch_side.mla_prefill(q, k, v, metadata=metadata, backend=kernel)
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        torch_side.mla_prefill(q, k, v, metadata=metadata, backend=kernel)
+        torch.cuda.synchronize()
+    launches = [event.name for event in profile.events() if "LaunchKernel" in event.name]
+    assert launches == ["cuLaunchKernel"]
+
+
 def test_inputs_that_arrive_late_on_a_side_stream(kernel: str) -> None:
     """100 times: the launch must follow the current stream, or it reads what was there before."""
     metadata = torch_side.prepare_metadata(*map(offsets, BATCHES[0]), num_tokens_q=T, num_tokens_k=S, device="cuda")

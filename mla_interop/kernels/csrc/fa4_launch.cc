@@ -1,17 +1,65 @@
-// The door of a library whose kernel is wrong for small scales (fa4_kernels.py says why): such a scale is refused before anything is launched.
+// What stands before and behind the host function that CuTe DSL made.
 //
-// CuTe DSL checks every argument of `launch`, but can be told of no condition on a number. So its function has another name here, and the one
-// that callers find looks at the scale first. What else is wrong with the arguments, the DSL's own checks say.
+// Before: the door of a library whose kernel is wrong for small scales (fa4_kernels.py says why): such a scale is refused before anything is
+// launched. The DSL checks every argument of `launch`, but can be told of no condition on a number. So its function has another name then, and
+// the one that callers find looks at the scale first. What else is wrong with the arguments, the DSL's own checks say.
+//
+// Behind: what it asks of the CUDA runtime in every call comes here (the linker's --wrap), and the driver does it.
 #include <tvm/ffi/c_api.h>
 
 #include <cstdio>
 
+#include "driver_launch.h"
+
 namespace {
+
 constexpr int32_t kScale = 9;  // among the arguments of the package's kernel ABI
+
+// As cudaLaunchAttribute and cudaLaunchConfig_t.
+struct Attribute {
+  static constexpr int kCooperative = 2, kProgrammaticStreamSerialization = 6;
+  int id, padding, value, more_of_value[15];
+  bool is_default() const { return (id == kCooperative || id == kProgrammaticStreamSerialization) && value == 0; }
+};
+struct LaunchConfig {
+  unsigned grid[3], block[3];
+  size_t shared_bytes;
+  void* stream;
+  Attribute* attributes;
+  unsigned num_attributes;
+};
+static_assert(sizeof(Attribute) == 72 && sizeof(LaunchConfig) == 56);
+
+bool is_plain(const LaunchConfig& config) {
+  for (unsigned i = 0; i < config.num_attributes; ++i) {
+    if (!config.attributes[i].is_default()) return false;
+  }
+  return true;
 }
+
+}  // namespace
 
 extern "C" {
 
+int __real__cudaLaunchKernelEx(const LaunchConfig* config, void* kernel, void** arguments);
+
+int __wrap__cudaLaunchKernelEx(const LaunchConfig* config, void* kernel, void** arguments) {
+  if (is_plain(*config)) {
+    const auto& [grid, block, shared_bytes, stream, attributes, num_attributes] = *config;
+    const mla::LaunchShape shape{{grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, static_cast<unsigned>(shared_bytes), stream};
+    if (const std::optional<int> error = mla::launch_by_driver(kernel, shape, arguments)) return *error;
+  }
+  return __real__cudaLaunchKernelEx(config, kernel, arguments);
+}
+
+int __real__cudaGetDevice(int* device);
+
+int __wrap__cudaGetDevice(int* device) {
+  *device = mla::current_device();
+  return *device >= 0 ? 0 : __real__cudaGetDevice(device);
+}
+
+#ifdef SMALLEST_SCALE
 int __tvm_ffi_launch_unchecked(void* self, const TVMFFIAny* args, int32_t num_args, TVMFFIAny* result);
 
 TVM_FFI_DLL_EXPORT int __tvm_ffi_launch(void* self, const TVMFFIAny* args, int32_t num_args, TVMFFIAny* result) {
@@ -30,5 +78,6 @@ TVM_FFI_DLL_EXPORT int __tvm_ffi_launch(void* self, const TVMFFIAny* args, int32
   }
   return __tvm_ffi_launch_unchecked(self, args, num_args, result);
 }
+#endif
 
 }  // extern "C"

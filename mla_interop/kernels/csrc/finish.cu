@@ -8,6 +8,8 @@
 #include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
 
+#include <atomic>
+
 namespace {
 
 using tvm::ffi::Optional;
@@ -106,9 +108,15 @@ void finish_natural(TensorView cu_q, TensorView cu_k, Optional<TensorView> nativ
   launch(cu_q, cu_k, native_lse, 1.0f, out, lse, bits, causal);
 }
 
+// Asked in every launch, so that what is known is kept.
 int64_t num_sms(int64_t device_id) {
-  int count = 0;
-  TVM_FFI_CHECK_CUDA_ERROR(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, static_cast<int>(device_id)));
+  constexpr int64_t kDevices = 64;
+  static std::atomic<int> known[kDevices];
+  int count = device_id < kDevices ? known[device_id].load(std::memory_order_relaxed) : 0;
+  if (count == 0) {
+    TVM_FFI_CHECK_CUDA_ERROR(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, static_cast<int>(device_id)));
+    if (device_id < kDevices) known[device_id].store(count, std::memory_order_relaxed);
+  }
   return count;
 }
 

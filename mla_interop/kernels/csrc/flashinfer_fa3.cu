@@ -8,6 +8,24 @@
 // - the launch.
 //
 // MLA_ELEMENT, MLA_HEAD_DIM_QK and MLA_HEAD_DIM_V are given by the command line.
+#include <cutlass/cuda_host_adapter.hpp>
+
+#include "driver_launch.h"
+
+// CUTLASS asks the runtime for the driver's function whenever it calls it: three times a launch.
+#undef CUTLASS_CUDA_DRIVER_WRAPPER_CALL
+#define CUTLASS_CUDA_DRIVER_WRAPPER_CALL(function) mla::known_##function
+
+namespace mla {
+template <typename... Args>
+CUresult known_cuTensorMapEncodeTiled(Args... args) {
+  static const auto encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(Driver::symbol("cuTensorMapEncodeTiled"));
+  return encode == nullptr ? CUDA_ERROR_NOT_FOUND : encode(args...);
+}
+template <typename... Args>
+CUresult known_cuTensorMapEncodeIm2col(Args...);  // of convolutions
+}  // namespace mla
+
 #include <cutlass/bfloat16.h>
 #include <cutlass/half.h>
 #include <cute/tensor.hpp>
@@ -33,6 +51,7 @@ struct SparseCollectiveMainloop;
 #include <tvm/ffi/function.h>
 
 #include <atomic>
+#include <optional>
 
 #include "flashinfer_plan.h"
 
@@ -280,12 +299,27 @@ class Launcher {
     constexpr auto kernel = flashinfer::PrefillWithKVCacheKernel<Mainloop, Epilogue, Traits<kCausal>, /*LEFT_SLIDING_WINDOW=*/false, kCausal, Scheduler>;
     constexpr int kSharedBytes = sizeof(typename Traits<kCausal>::SharedStorage);
     allow_shared_memory(reinterpret_cast<const void*>(kernel), kSharedBytes, q.device().device_id);
-    const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(q.device().device_type, q.device().device_id));
-    kernel<<<Scheduler::get_grid_dim(arguments, num_sms), Traits<kCausal>::NUM_THREADS, kSharedBytes, stream>>>(mainloop, epilogue, scheduler);
-    TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
+    const dim3 grid = Scheduler::get_grid_dim(arguments, num_sms);
+    void* const stream = TVMFFIEnvGetStream(q.device().device_type, q.device().device_id);
+    const void* values[] = {&mainloop, &epilogue, &scheduler};
+    start(reinterpret_cast<const void*>(kernel), {{grid.x, grid.y, grid.z}, {Traits<kCausal>::NUM_THREADS, 1, 1}, kSharedBytes, stream}, const_cast<void**>(values));
   }
 
  private:
+  static void start(const void* kernel, const LaunchShape& shape, void** values) {
+    static const cudaKernel_t handle = [kernel] {
+      cudaKernel_t found = nullptr;
+      TVM_FFI_CHECK_CUDA_ERROR(cudaGetKernel(&found, kernel));
+      return found;
+    }();
+    if (const std::optional<int> error = launch_by_driver(handle, shape, values)) {
+      TVM_FFI_CHECK_CUDA_ERROR(static_cast<cudaError_t>(*error));
+      return;
+    }
+    const dim3 grid(shape.grid[0], shape.grid[1], shape.grid[2]), block(shape.block[0], shape.block[1], shape.block[2]);
+    TVM_FFI_CHECK_CUDA_ERROR(cudaLaunchKernel(kernel, grid, block, values, shape.shared_bytes, static_cast<cudaStream_t>(shape.stream)));
+  }
+
   static MLA_ELEMENT* elements(TensorView tensor) { return static_cast<MLA_ELEMENT*>(tensor.data_ptr()); }
 
   // The stride of an extent of 1 may be anything, and is not looked at before; TMA takes none that is not of whole 16 bytes.
@@ -323,7 +357,8 @@ void run(TensorView q, TensorView k, TensorView v, TensorView plan, int64_t sequ
   check(v, MLA_HEAD_DIM_V, "v");
   check(out, MLA_HEAD_DIM_V, "out");
   const Fa3Layout at(q.size(0), sequences, q.size(1), num_sms);
-  const tvm::ffi::CUDADeviceGuard guard(q.device().device_id);
+  std::optional<tvm::ffi::CUDADeviceGuard> guard;
+  if (current_device() != q.device().device_id) guard.emplace(q.device().device_id);
   const auto launch = causal ? (at.shared ? Launcher<true, true>::launch : Launcher<true, false>::launch)
                              : (at.shared ? Launcher<false, true>::launch : Launcher<false, false>::launch);
   launch(q, k, v, plan, at, static_cast<float>(scale / kLn2), out, lse, static_cast<int>(num_sms));
