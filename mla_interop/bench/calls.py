@@ -1,22 +1,23 @@
 """What one call from Python costs beside the least that each framework's compiler makes a call cost: ``x + 1``, and an operator that does nothing."""
 
-import contextlib
 import importlib
+import importlib.util
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from mla_interop.bench.problems import QK_HEAD_DIM, V_HEAD_DIM, Problem, equal
-from mla_interop.bench.timing import on_the_quietest_core, side_by_side
+from mla_interop.bench.timing import on_a_quiet_core, side_by_side
 
 # As small as the benchmarks have: a call's cost is the host's there.
 PROBLEMS = {"cuda": equal(16, 512, 1), "cpu": equal(2, 8, 1)}
-ROUNDS = 61
-# What a call is compared with in each round.
-FLOORS = {
-    "from torch: mla_prefill in torch.compile": "from torch: x + 1 in torch.compile",
-    "from JAX: mla_prefill in jax.jit": "from JAX: x + 1 in jax.jit",
-    "from JAX: x + 1 in jax.jit, given mla_prefill's arguments": "from JAX: x + 1 in jax.jit",
-}
+# Another framework in the process would be in the way of the one that is measured: each has a process, and sits down so often.
+SITTINGS, ROUNDS = 8, 15
+# What the calls of a framework are compared with in each round.
+FLOORS = {"torch": "from torch: x + 1 in torch.compile", "jax": "from JAX: x + 1 in jax.jit"}
+COMPARED = ("from torch: mla_prefill in torch.compile", "from JAX: mla_prefill in jax.jit", "from JAX: x + 1 in jax.jit, given mla_prefill's arguments")
 # What runs n programs and waits, and how many calls a program has.
 Run = tuple[Callable[[int], None], int]
 
@@ -29,29 +30,44 @@ def call_costs(device: str, dtype: str) -> list[dict[str, Any]]:
         dtype: Name of q's dtype.
 
     Returns:
-        A row for each, with ``us_over`` where :data:`FLOORS` has it, and with ``failed`` where it cannot be called. None of a framework
-        that cannot be imported, which the contenders say.
+        A row for each, with ``us_over`` for what is :data:`COMPARED` with its floor, and with ``failed`` where it cannot be called. None of a
+        framework that is not installed or cannot be imported, which the contenders say.
     """
-    problem = PROBLEMS[device]
     rows: list[dict[str, Any]] = []
-    over = {f"{name}, {problem.name}": f"{floor}, {problem.name}" for name, floor in FLOORS.items()}
-    for framework, calls in (("torch", _torch), ("jax", _jax)):
-        try:
-            importlib.import_module(framework)
-        except (Exception, SystemExit):  # packages raise whatever they like (oumi#2586)
+    for framework in FLOORS:
+        if importlib.util.find_spec(framework) is None:
             continue
-        runs: dict[str, Run] = {}
-        failed: list[dict[str, Any]] = []
-        for name, run in calls(problem, device, dtype).items():
-            try:
-                run[0](1)
-                runs[f"{name}, {problem.name}"] = run
-            except Exception as error:  # no compiler, say: what was measured before must not be lost for it
-                failed.append({"name": f"{name}, {problem.name}", "failed": f"{type(error).__name__}: {str(error)[:300]}"})
-        with on_the_quietest_core() if device == "cuda" else contextlib.nullcontext():  # a CPU's kernels have threads of their own
-            rows += [{"name": name, **times} for name, times in side_by_side(runs, ROUNDS, over=over).items()]
-        rows += failed
+        command = [sys.executable, "-m", "mla_interop.bench.calls", framework, device, dtype]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode == 0:
+            rows += json.loads(done.stdout.splitlines()[-1])
+        else:
+            rows.append({"name": f"calls from {framework}", "failed": f"its process exited with {done.returncode}: {done.stderr[-300:]}"})
     return rows
+
+
+def measure(framework: str, device: str, dtype: str) -> list[dict[str, Any]]:
+    """The rows of one framework."""
+    try:
+        importlib.import_module(framework)
+    except (Exception, SystemExit):  # packages raise whatever they like (oumi#2586)
+        return []
+    problem = PROBLEMS[device]
+    runs: dict[str, Run] = {}
+    failed: list[dict[str, Any]] = []
+    for name, run in {"torch": _torch, "jax": _jax}[framework](problem, device, dtype).items():
+        try:
+            run[0](1)
+            runs[name] = run
+        except Exception as error:  # no compiler, say: what was measured before must not be lost for it
+            failed.append({"name": f"{name}, {problem.name}", "failed": f"{type(error).__name__}: {str(error)[:300]}"})
+    floor = FLOORS[framework]
+    over = {name: floor for name in COMPARED}
+    if device == "cuda" and floor in runs:
+        times = on_a_quiet_core(lambda: side_by_side(runs, ROUNDS, over=over), floor, SITTINGS)
+    else:  # a CPU's kernels have threads of their own
+        times = side_by_side(runs, ROUNDS, over=over)
+    return [{"name": f"{name}, {problem.name}", **found} for name, found in times.items()] + failed
 
 
 def _torch(problem: Problem, device: str, dtype: str) -> dict[str, Run]:
@@ -134,3 +150,7 @@ def _jax(problem: Problem, device: str, dtype: str) -> dict[str, Run]:
         "from JAX: x + 1 in jax.jit, given mla_prefill's arguments": looped(lambda: add_to_one(q, k, v, metadata)),
         "from JAX: x + 1 in jax.jit": looped(lambda: add(few)),
     }
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(*sys.argv[1:])))

@@ -107,7 +107,8 @@ def soak(device: str, calls: int = 1_000_000) -> dict[str, Any]:
 def torch_soak(device: str, calls: int = 1_000_000) -> dict[str, Any]:
     """What the process holds before and after ``calls`` calls of ``torch_side.mla_prefill`` whose sizes and lengths change.
 
-    Half of the calls bring lengths, which makes metadata anew; half use metadata, which is replaced every hundred calls.
+    Half of the calls bring lengths, which makes metadata anew; half use metadata, which is replaced every twenty calls: so often that what is
+    kept for a number of them, and then dropped, was full before the second half.
 
     Returns:
         ``{"name": ..., "calls": ..., "grown_bytes": ..., "grown_device_bytes": ..., "grown_files": ..., "grown_threads": ...}``: growth over the
@@ -122,11 +123,11 @@ def torch_soak(device: str, calls: int = 1_000_000) -> dict[str, Any]:
     inputs = {rows: [torch.ones(rows, 2, width, device=device, dtype=dtype) for width in (192, 192, 128)] for rows in sizes}
 
     def run(times: int) -> dict[str, int]:
-        for block in range(times):
+        for block in range(5 * times):
             rows = sizes[block % len(sizes)]
             lengths = [0, 1 + block % 5, rows - block % 3]
             metadata = torch_side.prepare_metadata(lengths, num_tokens_q=rows, device=device)
-            for _ in range(50):
+            for _ in range(10):
                 torch_side.mla_prefill(*inputs[rows], metadata=metadata)
                 torch_side.mla_prefill(*inputs[rows], cu_seqlens_q=lengths)
         if device == "cuda":

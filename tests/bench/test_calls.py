@@ -1,6 +1,6 @@
 """What the benchmark measures beside kernels, on a machine that lacks something: the rest is measured all the same."""
 
-import os
+import subprocess
 import sys
 from collections.abc import Callable
 
@@ -23,9 +23,19 @@ def broken(n: int) -> None:
 
 def test_a_framework_that_is_not_there_and_a_call_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jax", None)
+    assert calls.measure("jax", "cpu", "float32") == []
     monkeypatch.setattr(calls, "_torch", lambda *_: {"one": (nothing, 1), "two": (broken, 1)})
-    one, two = calls.call_costs("cpu", "float32")
-    assert one["name"] == "one, 2x8x1" and one["us"] >= 0 and two == {"name": "two, 2x8x1", "failed": "RuntimeError: no compiler"}
+    for device, problem in (("cpu", "2x8x1"), ("cuda", "16x512x1")):  # without the floor there is nothing to choose a core by
+        one, two = calls.measure("torch", device, "float32")
+        assert one["name"] == f"one, {problem}" and one["us"] >= 0 and two == {"name": f"two, {problem}", "failed": "RuntimeError: no compiler"}
+
+
+def test_each_framework_is_measured_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {"torch": (0, 'words\n[{"name": "one"}]\n', ""), "jax": (1, "", "out of memory")}
+    monkeypatch.setattr(calls.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(calls.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, *made[command[-3]]))
+    one, two = calls.call_costs("cuda", "bfloat16")
+    assert one == {"name": "one"} and two == {"name": "calls from jax", "failed": "its process exited with 1: out of memory"}
 
 
 def test_a_call_is_compared_with_its_floor_in_the_same_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,21 +53,16 @@ def test_a_call_is_compared_with_its_floor_in_the_same_round(monkeypatch: pytest
     assert (found["call"]["us"], found["floor"]["us"], found["call"]["us_over"]) == (9e6, 7e6, 3e6) and "us_over" not in found["floor"]
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be kept on a core here")
-def test_the_host_is_measured_on_one_core_and_the_thread_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    allowed, kept, clock = {3, 5, 9}, [{3, 5, 9}], [0.0]
-    monkeypatch.setattr(timing.os, "sched_getaffinity", lambda _: allowed)
-    monkeypatch.setattr(timing.os, "sched_setaffinity", lambda _, cores: kept.append(cores))
-
-    def tick() -> float:
-        clock[0] += 1.0 if kept[-1] == {5} else 2.0
-        return clock[0]
-
-    monkeypatch.setattr(timing.time, "perf_counter", tick)
-    with pytest.raises(RuntimeError, match="inside"), timing.on_the_quietest_core():
-        assert kept[-1] == {5}
-        raise RuntimeError("inside")
-    assert kept[-1] == allowed
+def test_the_sitting_counts_in_which_the_floor_was_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed, kept = {3, 5}, [{3, 5}]
+    monkeypatch.setattr(timing.os, "sched_getaffinity", lambda _: allowed, raising=False)
+    monkeypatch.setattr(timing.os, "sched_setaffinity", lambda _, cores: kept.append(cores), raising=False)
+    sittings = [{"floor": {"us": floor}, "call": {"us": call}} for floor, call in ((9.0, 10.0), (7.0, 30.0), (8.0, 9.0))]
+    left = iter(sittings)
+    assert timing.on_a_quiet_core(lambda: next(left), "floor", 3) == sittings[1] and kept[1:] == [{3}, {5}, {3}, allowed]
+    with pytest.raises(StopIteration):
+        timing.on_a_quiet_core(lambda: next(left), "floor", 1)
+    assert kept[-1] == allowed, "free again"
 
 
 def test_a_matrix_product_has_its_operations_counted() -> None:
