@@ -18,6 +18,7 @@ SITTINGS, ROUNDS = 8, 15
 # What the calls of a framework are compared with in each round.
 FLOORS = {"torch": "from torch: x + 1 in torch.compile", "jax": "from JAX: x + 1 in jax.jit"}
 COMPARED = ("from torch: mla_prefill in torch.compile", "from JAX: mla_prefill in jax.jit", "from JAX: x + 1 in jax.jit, given mla_prefill's arguments")
+MARK, TIMEOUT_S = "rows: ", 900  # packages print what they like, also after the rows
 # What runs n programs and waits, and how many calls a program has.
 Run = tuple[Callable[[int], None], int]
 
@@ -37,13 +38,19 @@ def call_costs(device: str, dtype: str) -> list[dict[str, Any]]:
     for framework in FLOORS:
         if importlib.util.find_spec(framework) is None:
             continue
-        command = [sys.executable, "-m", "mla_interop.bench.calls", framework, device, dtype]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode == 0:
-            rows += json.loads(done.stdout.splitlines()[-1])
-        else:
-            rows.append({"name": f"calls from {framework}", "failed": f"its process exited with {done.returncode}: {done.stderr[-300:]}"})
+        try:
+            rows += _from_a_process(framework, device, dtype)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            rows.append({"name": f"calls from {framework}", "failed": str(error)})
     return rows
+
+
+def _from_a_process(*arguments: str) -> list[dict[str, Any]]:
+    done = subprocess.run([sys.executable, "-m", "mla_interop.bench.calls", *arguments], capture_output=True, text=True, timeout=TIMEOUT_S)
+    for line in done.stdout.splitlines():
+        if line.startswith(MARK):
+            return json.loads(line.removeprefix(MARK))
+    raise RuntimeError(f"its process exited with {done.returncode}: {done.stderr[-300:]}")
 
 
 def measure(framework: str, device: str, dtype: str) -> list[dict[str, Any]]:
@@ -153,4 +160,4 @@ def _jax(problem: Problem, device: str, dtype: str) -> dict[str, Run]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(*sys.argv[1:])))
+    print(MARK + json.dumps(measure(*sys.argv[1:])))

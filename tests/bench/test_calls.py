@@ -31,11 +31,26 @@ def test_a_framework_that_is_not_there_and_a_call_that_fails(monkeypatch: pytest
 
 
 def test_each_framework_is_measured_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = {"torch": (0, 'words\n[{"name": "one"}]\n', ""), "jax": (1, "", "out of memory")}
+    made = {"torch": (0, 'words\nrows: [{"name": "one"}]\nmore words\n', ""), "jax": (1, "", "out of memory")}
     monkeypatch.setattr(calls.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(calls.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, *made[command[-3]]))
     one, two = calls.call_costs("cuda", "bfloat16")
     assert one == {"name": "one"} and two == {"name": "calls from jax", "failed": "its process exited with 1: out of memory"}
+
+    def forever(command: list[str], timeout: float, **_: object) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(calls.subprocess, "run", forever)
+    assert all("timed out after 900 seconds" in row["failed"] for row in calls.call_costs("cuda", "bfloat16"))
+
+
+def test_a_jitted_call_is_compared_with_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process as the benchmark starts it."""
+    pytest.importorskip("jax")
+    monkeypatch.setattr(calls, "FLOORS", {"jax": calls.FLOORS["jax"]})
+    rows = {row["name"]: row for row in calls.call_costs("cpu", "float32")}
+    compared = [f"{name}, 2x8x1" for name in calls.COMPARED if "JAX" in name]
+    assert len(compared) == 2 and [name for name, row in rows.items() if "us_over" in row] == compared and len(rows) == 3
 
 
 def test_a_call_is_compared_with_its_floor_in_the_same_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,6 +78,16 @@ def test_the_sitting_counts_in_which_the_floor_was_the_fastest(monkeypatch: pyte
     with pytest.raises(StopIteration):
         timing.on_a_quiet_core(lambda: next(left), "floor", 1)
     assert kept[-1] == allowed, "free again"
+
+    def forbidden(*_: object) -> None:
+        raise PermissionError
+
+    left = iter(sittings)
+    monkeypatch.setattr(timing.os, "sched_setaffinity", forbidden, raising=False)
+    assert timing.on_a_quiet_core(lambda: next(left), "floor", 3) == sittings[1]
+    left = iter(sittings)
+    monkeypatch.delattr(timing.os, "sched_getaffinity")
+    assert timing.on_a_quiet_core(lambda: next(left), "floor", 3) == sittings[1]
 
 
 def test_a_matrix_product_has_its_operations_counted() -> None:

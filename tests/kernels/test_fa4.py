@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import test_driver_launch
 
 from mla_interop.errors import MLABuildError
 from mla_interop.kernels import build, fa4
@@ -239,6 +240,28 @@ def test_the_library_for_any_scale_passes_all(built: dict, scale: float) -> None
         launch(*(good_arguments() | {"scale": scale, "q": 3.0}).values())
     with pytest.raises((TypeError, ValueError), match="launch"):
         launch(*(good_arguments() | {"scale": "1"}).values())
+
+
+def launches(path: str, runtime: str) -> None:
+    """A call of a built library, in a process whose driver and runtime are fakes: with a current context, on device 0, and without one."""
+    import tvm_ffi
+
+    launch, driver, counted = tvm_ffi.load_module(path)["launch"], ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(runtime)
+    for finish, launched in ((0, 1), (1, 2)):
+        for context, expected in ((500, (launched, 0, 0)), (0, (0, launched, 1))):
+            driver.enter(ctypes.c_void_p(context))
+            before = driver.count_launches(), counted.runtime_launches(), counted.runtime_devices()
+            launch(*(good_arguments() | {"finish": finish}).values())
+            after = driver.count_launches(), counted.runtime_launches(), counted.runtime_devices()
+            assert tuple(b - a for a, b in zip(before, after)) == expected, (finish, context)
+
+
+@needs_compiler
+def test_the_driver_launches_where_a_context_is_current(built: dict, tmp_path: Path) -> None:
+    """What CuTe DSL made of the kernel calls the runtime; the linker has led these calls elsewhere."""
+    test_driver_launch.make_fakes(tmp_path)
+    runtime = str(tmp_path / "runtime.so")
+    test_driver_launch.run(f"test_fa4.launches({built['path']!r}, {runtime!r})", tmp_path, LD_PRELOAD=runtime)
 
 
 @needs_compiler

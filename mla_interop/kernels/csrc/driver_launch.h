@@ -11,7 +11,7 @@ namespace mla {
 // What is used of the driver's interface.  Its header comes with the CUDA toolkit, which the machine that links a library need not have.
 class Driver {
  public:
-  int (*current_context)(void** context);
+  int (*context_id)(void* context, unsigned long long* id);  // of null: the current one
   int (*context_device)(int* device);
   int (*kernel_function)(void** function, void* kernel);  // in the current context
   int (*launch)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y, unsigned block_z,
@@ -31,7 +31,7 @@ class Driver {
 
  private:
   Driver() {
-    found_ = find("cuCtxGetCurrent", current_context) && find("cuCtxGetDevice", context_device) && find("cuKernelGetFunction", kernel_function) &&
+    found_ = find("cuCtxGetId", context_id) && find("cuCtxGetDevice", context_device) && find("cuKernelGetFunction", kernel_function) &&
              find("cuLaunchKernel", launch);
   }
 
@@ -56,12 +56,13 @@ struct LaunchShape {
   void* stream;
 };
 
-// The function of a `cudaKernel_t` in a context, or null.
-inline void* function_of(const Driver& driver, void* context, void* kernel) {
+// The function of a `cudaKernel_t` in the current context, or null. Contexts are told apart by their ids: a destroyed one's address may come again.
+inline void* function_of(const Driver& driver, unsigned long long context, void* kernel) {
   struct Known {
-    void *context, *kernel, *function;
+    unsigned long long context;
+    void *kernel, *function;
   };
-  thread_local Known known[4];  // a library has no more kernels
+  thread_local Known known[4];  // a library has no more kernels; for a second context they are looked up again
   thread_local unsigned oldest = 0;
   for (const Known& each : known) {
     if (each.kernel == kernel && each.context == context) return each.function;
@@ -76,8 +77,8 @@ inline void* function_of(const Driver& driver, void* context, void* kernel) {
 // which it makes.
 inline std::optional<int> launch_by_driver(void* kernel, const LaunchShape& shape, void** arguments) {
   const Driver* driver = Driver::get();
-  void* context = nullptr;
-  if (driver == nullptr || driver->current_context(&context) != 0 || context == nullptr) return std::nullopt;
+  unsigned long long context = 0;
+  if (driver == nullptr || driver->context_id(nullptr, &context) != 0) return std::nullopt;
   void* function = function_of(*driver, context, kernel);
   if (function == nullptr) return std::nullopt;
   const auto& [grid, block, shared_bytes, stream] = shape;

@@ -112,10 +112,11 @@ void finish_natural(TensorView cu_q, TensorView cu_k, Optional<TensorView> nativ
 int64_t num_sms(int64_t device_id) {
   constexpr int64_t kDevices = 64;
   static std::atomic<int> known[kDevices];
-  int count = device_id < kDevices ? known[device_id].load(std::memory_order_relaxed) : 0;
+  const bool kept = device_id >= 0 && device_id < kDevices;
+  int count = kept ? known[device_id].load(std::memory_order_relaxed) : 0;
   if (count == 0) {
     TVM_FFI_CHECK_CUDA_ERROR(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, static_cast<int>(device_id)));
-    if (device_id < kDevices) known[device_id].store(count, std::memory_order_relaxed);
+    if (kept) known[device_id].store(count, std::memory_order_relaxed);
   }
   return count;
 }
