@@ -55,19 +55,19 @@ def side_by_side(
 def on_a_quiet_core(measure: Callable[[], dict[Name, dict[str, float]]], by: Name, sittings: int) -> dict[Name, dict[str, float]]:
     """The best of several sittings of :func:`side_by_side`, each on another core: for what the host alone takes.
 
-    Half a core of a shared machine is slower by a third while the other half serves somebody else, and what is in no cache suffers most.
+    On a shared machine a core may be slow for a while, and slow for one thing more than for another, because half of it serves somebody else.
 
     Args:
         measure: One sitting.
-        by: The thing, compared with which the others are judged: where that was the fastest, nobody else was there. The others have no say.
+        by: What the others are compared with: the sitting in which it was the fastest was disturbed least. The others have no say.
         sittings: How many.
     """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()  # Linux has it, for a thread
-    cores = itertools.cycle(sorted(allowed))
+    cores = itertools.cycle([{core} for core in sorted(allowed)] or [allowed])
     found = []
     try:
         for _ in range(sittings):
-            _keep_on({next(cores)} if allowed else allowed)
+            _keep_on(next(cores))
             found.append(measure())
     finally:
         _keep_on(allowed)

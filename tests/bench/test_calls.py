@@ -30,6 +30,19 @@ def test_a_framework_that_is_not_there_and_a_call_that_fails(monkeypatch: pytest
         assert one["name"] == f"one, {problem}" and one["us"] >= 0 and two == {"name": f"two, {problem}", "failed": "RuntimeError: no compiler"}
 
 
+def test_the_host_is_measured_on_a_quiet_core_only_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    floor, asked = calls.FLOORS["torch"], []
+
+    def on_a_quiet_core(measure: Callable[[], dict], by: str, sittings: int) -> dict:
+        asked.append((by, sittings))
+        return measure()
+
+    monkeypatch.setattr(calls, "_torch", lambda *_: {"call": (nothing, 1), floor: (nothing, 1)})
+    monkeypatch.setattr(calls, "on_a_quiet_core", on_a_quiet_core)
+    for device, expected in (("cpu", []), ("cuda", [(floor, calls.SITTINGS)])):
+        assert len(calls.measure("torch", device, "float32")) == 2 and asked == expected
+
+
 def test_each_framework_is_measured_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     made = {"torch": (0, 'words\nrows: [{"name": "one"}]\nmore words\n', ""), "jax": (1, "", "out of memory")}
     monkeypatch.setattr(calls.importlib.util, "find_spec", lambda name: name)

@@ -1,22 +1,15 @@
 """``csrc/driver_launch.h`` against a driver that is a fake: what reaches it, what is looked up how often, and what is left to the runtime."""
 
 import ctypes
-import os
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import driver_fakes
 import pytest
-from tvm_ffi import libinfo
 
-from mla_interop.kernels.build import SOURCES
-
-HERE = Path(__file__).parent
-COMPILER = os.environ.get("CXX", "g++")
-pytestmark = pytest.mark.skipif(shutil.which(COMPILER) is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(shutil.which(driver_fakes.COMPILER) is None, reason="no C++ compiler")
 SIZES = (2, 3, 5, 7, 11, 13, 17)
 STREAM, ARGUMENTS = 19, 23
 
@@ -24,30 +17,8 @@ STREAM, ARGUMENTS = 19, 23
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("driver")
-    make_fakes(folder)
+    driver_fakes.make(folder)
     return folder
-
-
-def make_fakes(folder: Path) -> None:
-    """The fake driver and runtime, and what is tested against them: the header, and FlashAttention-4's calls of the runtime without its kernel."""
-    parts = {
-        "libcuda.so.1": [HERE / "fake_driver.cc"],
-        "runtime.so": [HERE / "fake_runtime.cc"],
-        "door.so": [HERE / "driver_launch_door.cc"],
-        "wraps.so": [SOURCES / "fa4_launch.cc", HERE / "fake_runtime.cc"],
-    }
-    include = [f"-I{path}" for path in (SOURCES, *libinfo.include_paths())]
-    for made, sources in parts.items():
-        subprocess.run([COMPILER, "-std=c++17", "-Wall", "-Werror", "-shared", "-fPIC", *include, *sources, "-o", folder / made, "-ldl"], check=True)
-
-
-def run(call: str, driver: Path | None, **more: str) -> None:
-    """Evaluate ``call`` of a test module here in a process whose libcuda is the fake in ``driver``, or that has none."""
-    module = call.partition(".")[0]
-    found = os.pathsep.join([*([str(driver)] if driver else []), os.environ.get("LD_LIBRARY_PATH", "")])
-    code = f"import sys; sys.path[:0] = {[str(HERE), *sys.path]!r}; import {module}; {call}"
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"LD_LIBRARY_PATH": found} | more, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def launch(libraries: str, kernel: int) -> int:
@@ -160,13 +131,13 @@ WITH_A_DRIVER = [
 
 @pytest.mark.parametrize("function", WITH_A_DRIVER, ids=lambda function: function.__name__)
 def test_with_a_driver(libraries: Path, function: Any) -> None:
-    run(f"test_driver_launch.{function.__name__}({str(libraries)!r})", libraries)
+    driver_fakes.run(f"test_driver_launch.{function.__name__}({str(libraries)!r})", libraries)
 
 
 def test_without_a_driver(libraries: Path) -> None:
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        run(f"test_driver_launch.no_driver({str(libraries)!r})", None)
+        driver_fakes.run(f"test_driver_launch.no_driver({str(libraries)!r})", None)
     else:
         pytest.skip("this machine has a driver")

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import driver_fakes
 import pytest
-import test_driver_launch
 
 from mla_interop.errors import MLABuildError
 from mla_interop.kernels import build, fa4
@@ -259,9 +259,9 @@ def launches(path: str, runtime: str) -> None:
 @needs_compiler
 def test_the_driver_launches_where_a_context_is_current(built: dict, tmp_path: Path) -> None:
     """What CuTe DSL made of the kernel calls the runtime; the linker has led these calls elsewhere."""
-    test_driver_launch.make_fakes(tmp_path)
+    driver_fakes.make(tmp_path)
     runtime = str(tmp_path / "runtime.so")
-    test_driver_launch.run(f"test_fa4.launches({built['path']!r}, {runtime!r})", tmp_path, LD_PRELOAD=runtime)
+    driver_fakes.run(f"test_fa4.launches({built['path']!r}, {runtime!r})", tmp_path, LD_PRELOAD=runtime)
 
 
 @needs_compiler

@@ -302,7 +302,8 @@ class Launcher {
     const dim3 grid = Scheduler::get_grid_dim(arguments, num_sms);
     void* const stream = TVMFFIEnvGetStream(q.device().device_type, q.device().device_id);
     const void* values[] = {&mainloop, &epilogue, &scheduler};
-    start(reinterpret_cast<const void*>(kernel), {{grid.x, grid.y, grid.z}, {Traits<kCausal>::NUM_THREADS, 1, 1}, kSharedBytes, stream}, const_cast<void**>(values));
+    const LaunchShape shape{{grid.x, grid.y, grid.z}, {Traits<kCausal>::NUM_THREADS, 1, 1}, kSharedBytes, stream};
+    start(reinterpret_cast<const void*>(kernel), shape, const_cast<void**>(values));
   }
 
  private:
