@@ -156,7 +156,10 @@ def _host_cell(row: dict[str, Any]) -> str:
     """A time, or, where it is a difference of two that noise made negative, that it is none; and what it is more than its floor."""
     if row["us"] < 0:
         return "less than the noise"
-    return f"{number(row['us'])} us" + (f" ({row['us_over']:+.1f} by turns over x + 1)" if "us_over" in row else "")
+    if "us_over" not in row:
+        return f"{number(row['us'])} us"
+    elsewhere = ", ".join(f"{us:+.1f}" for us in row.get("us_over_elsewhere", ()))
+    return f"{number(row['us'])} us ({row['us_over']:+.1f} by turns over x + 1{f'; in slower processes {elsewhere}' if elsewhere else ''})"
 
 
 def shortly(files: list[dict[str, Any]]) -> str:

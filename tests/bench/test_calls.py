@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch_side  # noqa: E402
-from mla_interop.bench import calls, ceiling, timing, torch_contenders  # noqa: E402
+from mla_interop.bench import calls, ceiling, tables, timing, torch_contenders  # noqa: E402
 from mla_interop.bench.problems import equal  # noqa: E402
 
 
@@ -55,6 +55,21 @@ def test_each_framework_is_measured_in_a_process_of_its_own(monkeypatch: pytest.
 
     monkeypatch.setattr(calls.subprocess, "run", forever)
     assert all("timed out after 900 seconds" in row["failed"] for row in calls.call_costs("cuda", "bfloat16"))
+
+
+def test_the_process_counts_in_which_the_floor_was_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "FLOORS", {"jax": "floor"})
+    monkeypatch.setattr(calls, "PROCESSES", {"jax": 4})
+    monkeypatch.setattr(calls.importlib.util, "find_spec", lambda name: name)
+    said = [({"us": 9.0}, 3.0), ({"us": 7.0}, 30.0), ({"failed": "no"}, 1.0), ({"us": 8.0}, 2.0)]
+    processes = iter([[{"name": "call, 1x2x3", "us": 0.0, "us_over": over}, {"name": "floor, 1x2x3", **floor}] for floor, over in said])
+    monkeypatch.setattr(calls, "_from_a_process", lambda *_: next(processes))
+    call, floor = calls.call_costs("cuda", "bfloat16")
+    assert call["us_over"] == 30.0 and call["us_over_elsewhere"] == [2.0, 3.0, 1.0] and floor == {"name": "floor, 1x2x3", "us": 7.0}
+    assert tables._host_cell(call) == "0.0 us (+30.0 by turns over x + 1; in slower processes +2.0, +3.0, +1.0)"
+    processes = iter([[{"name": "call, 1x2x3", "us": 0.0, "us_over": 1.0}]])
+    [call] = calls.call_costs("cpu", "float32")
+    assert "us_over_elsewhere" not in call, "beside no GPU one process is enough"
 
 
 def test_a_jitted_call_is_compared_with_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
