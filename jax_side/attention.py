@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_side import pytrees
 from jax_side.functional import mla_prefill
 from mla_interop import context, walk
 from mla_interop.chunks import context_bucket
-from mla_interop.context import ContextBounds, ContextMetadata
+from mla_interop.context import ContextMetadata
 from mla_interop.dimensions import MLADimensions
 from mla_interop.errors import input_error
 from mla_interop.exchange import is_tracer
@@ -200,14 +201,4 @@ def _unstacked(metadata: ContextMetadata) -> ContextMetadata:
     return replace(metadata, chunks=tuple(stack.with_arrays(*parts) for parts in arrays))
 
 
-def _flatten(metadata: ContextMetadata) -> tuple[tuple[Any, Any, Any], ContextBounds]:
-    return (metadata.new, metadata.rows, metadata.chunks), metadata.bounds
-
-
-def _unflatten(bounds: ContextBounds, parts: tuple[Any, Any, Any]) -> ContextMetadata:
-    return ContextMetadata(*parts, bounds)
-
-
-if not getattr(ContextMetadata, "_is_jax_pytree", False):  # importlib.reload runs this again; JAX refuses a second registration
-    jax.tree_util.register_pytree_node(ContextMetadata, _flatten, _unflatten)
-    ContextMetadata._is_jax_pytree = True  # pyright: ignore[reportAttributeAccessIssue]
+pytrees.register(ContextMetadata, ["new", "rows", "chunks"], ["bounds"], ["num_cache_rows"])

@@ -2,14 +2,13 @@
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_side import callback, sharding
+from jax_side import callback, pytrees, sharding
 from jax_side.kernel_call import KernelCall, array_code, custom_call
 from jax_side.target import device_of, traced_device
 from mla_interop import sequences
@@ -109,17 +108,7 @@ def prepare_metadata(cu_seqlens_q: Any, cu_seqlens_k: Any = None, *, device: Any
     return metadata.with_arrays(*arrays)
 
 
-class _FieldName(str):
-    """Iterates as one name: JAX before 0.10 takes each of ``drop_fields`` apart into letters, and then misses the field."""
-
-    def __iter__(self) -> Iterator[str]:
-        yield str(self)
-
-
-if not getattr(PrefillMetadata, "_is_jax_pytree", False):  # importlib.reload runs this again; JAX refuses a second registration
-    # By its fields' names, so that no Python runs when a jitted function takes it. What only the host knows stays outside.
-    jax.tree_util.register_dataclass(PrefillMetadata, ["cu_seqlens_q", "own_cu_seqlens_k", "plan"], ["bounds"], [_FieldName("host"), _FieldName("_memo")])
-    PrefillMetadata._is_jax_pytree = True  # pyright: ignore[reportAttributeAccessIssue]
+pytrees.register(PrefillMetadata, ["cu_seqlens_q", "own_cu_seqlens_k", "plan"], ["bounds"], ["host", "_memo"])
 
 
 def _call(q: Any, k: Any, v: Any, metadata: PrefillMetadata, options: Options, route: str) -> Any:

@@ -9,7 +9,7 @@ Everything here happens on the host, from lengths that the host knows; a walk (`
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import array_api_compat
 import numpy as np
@@ -24,8 +24,7 @@ from mla_interop.selector_config import MLAPrefillSelectorConfig
 from mla_interop.sequences import PrefillMetadata, prepare_metadata
 
 
-@dataclass(frozen=True)
-class ChunkBounds:
+class ChunkBounds(NamedTuple):
     """Where a chunk of the exact layout lies; static.
 
     Attributes:
@@ -45,8 +44,7 @@ class ChunkBounds:
     one_request: bool
 
 
-@dataclass(frozen=True)
-class ContextBounds:
+class ContextBounds(NamedTuple):
     """The static part of context metadata: what a compiled program may depend on.
 
     Attributes:

@@ -244,4 +244,4 @@ def _with_rows(metadata: PrefillMetadata, rows: int) -> PrefillMetadata:
     """Metadata that states T, which work lists depend on."""
     if metadata.bounds.num_tokens_q is not None:
         return metadata
-    return metadata.with_arrays(metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.plan, replace(metadata.bounds, num_tokens_q=rows))
+    return metadata.with_arrays(metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.plan, metadata.bounds._replace(num_tokens_q=rows))

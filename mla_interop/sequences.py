@@ -7,7 +7,7 @@ in a call (``check=True`` does, for debugging); what is then known of them are b
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import array_api_compat
 import numpy as np
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from mla_interop.backends.base import MLAPrefillBackend
 
 
-@dataclass(frozen=True)
-class Bounds:
+class Bounds(NamedTuple):  # compared in every jitted call that is given metadata made anew, so by C and not by a dataclass
     """The static part of metadata: what a compiled program may depend on. It does not change with the lengths inside one bucket.
 
     Attributes:

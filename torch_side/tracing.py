@@ -171,7 +171,7 @@ pytree.register_pytree_node(
     _flatten,
     _unflatten,
     serialized_type_name="mla_interop.PrefillMetadata",
-    to_dumpable_context=lambda bounds: vars(bounds),
+    to_dumpable_context=lambda bounds: bounds._asdict(),
     from_dumpable_context=lambda values: Bounds(**values),
     flatten_with_keys_fn=_flatten_with_keys,
 )

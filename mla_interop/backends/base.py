@@ -3,7 +3,7 @@
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -247,7 +247,7 @@ class MLAPrefillBackend(ABC):
                 "Give cu_seqlens as NumPy arrays or lists, prepare metadata with the config= and is_causal= of this call, or choose another backend."
             )
         plan = metadata.remember((self.plan_name, rows), lambda: make(host, rows, self.config.num_heads))
-        return metadata.with_arrays(metadata.cu_seqlens_q, metadata.cu_seqlens_k, plan, replace(bounds, plan_for=self.plan_name))
+        return metadata.with_arrays(metadata.cu_seqlens_q, metadata.cu_seqlens_k, plan, bounds._replace(plan_for=self.plan_name))
 
     @property
     def plan_name(self) -> str:

@@ -1,6 +1,8 @@
 """The JAX frontend: tracing, recompilation, transformations, routes and layouts."""
 
 import importlib
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -45,6 +47,28 @@ def test_new_lengths_in_one_bucket_do_not_trace_again(backend: str) -> None:
     assert len(traces) == 1
     call(q[:15], k, v, jax_side.prepare_metadata([0, 3, 9], [0, 5, 9], num_tokens_q=15, num_tokens_k=32))
     assert len(traces) == 2, "another bucket is another program: the count counts"
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        lambda: jax_side.prepare_metadata([0, 3, 9], [0, 5, 7], num_tokens_q=16, num_tokens_k=1000),
+        lambda: jax_side.prepare_context_metadata([3, 5], [30, 0], np.arange(6).reshape(2, 3), block_size=16, workspace_rows=64, num_context_rows=1000),
+        lambda: jax_side.prepare_context_metadata([3, 5], [30, 40], np.arange(6).reshape(2, 3), block_size=16, workspace_rows=48),
+    ],
+    ids=["lengths", "padded context", "exact context"],
+)
+def test_a_jitted_call_with_metadata_made_anew_runs_no_python(prepare: Callable[[], Any]) -> None:
+    add, x = jax.jit(lambda x, metadata: x + 1), jnp.ones(3)
+    add(x, prepare())
+    again, ran = prepare(), []
+    sys.setprofile(lambda frame, event, _: ran.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        add(x, again)
+    finally:
+        sys.setprofile(None)
+    assert ran == [], "JAX compares what is static: __eq__ of a dataclass is Python"
+    assert add._cache_size() == 1
 
 
 def test_metadata_is_a_pytree_whose_host_part_stays_outside() -> None:
