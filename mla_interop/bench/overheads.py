@@ -1,4 +1,4 @@
-"""What surrounds the kernels: preparing metadata, planning, importing; and whether a million calls leave the process any larger."""
+"""What surrounds the kernels: preparing metadata, planning, importing; and whether very many calls leave the process any larger."""
 
 import gc
 import os
@@ -63,12 +63,13 @@ def _import_cost(repeats: int = 15) -> dict[str, float]:
     return {"us": statistics.median(times), "us_min": min(times), "us_max": max(times)}
 
 
-def soak(device: str, calls: int = 1_000_000) -> dict[str, Any]:
+def soak(device: str, calls: int = 2_000_000) -> dict[str, Any]:
     """What the process holds before and after ``calls`` calls inside ``jax.jit``, a hundred to a program, whose sizes and lengths change.
 
     Args:
         device: ``"cuda"`` or ``"cpu"``.
-        calls: Rounded to what a program of a hundred divides.
+        calls: Rounded to what a program of a hundred divides. Half of them warm up, and a process with sixteen cores' threads still grows until about a
+            million calls are done (``h200_calls.json``).
 
     Returns:
         ``{"name": ..., "calls": ..., "grown_bytes": ..., "grown_device_bytes": ..., "grown_files": ..., "grown_threads": ...}``: growth over the

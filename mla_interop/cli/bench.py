@@ -17,7 +17,7 @@ def bench(
     dtype: Annotated[str, typer.Option(callback=dtypes_named, help="Of q, k and v; several with commas between.")] = "bfloat16",
     only: Annotated[str, typer.Option(help="Run only what has this in its framework, name or kernel.")] = "",
     problems: Annotated[str | None, typer.Option(show_default="all", help="Names as in the tables (128x4096x1), with commas between.")] = None,
-    soak: Annotated[bool, typer.Option("--soak", help="Also a million calls each, and whether the process grew.")] = False,
+    soak: Annotated[bool, typer.Option("--soak", help="Also two million calls inside jax.jit and a million from torch, and whether the process grew.")] = False,
     output: Annotated[Path | None, typer.Option(help="Where to write the results as JSON.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Where to draw the times, and beside it TFLOP/s and overheads; the suffix decides the format.")] = None,
     as_json: JSON = False,
@@ -57,7 +57,7 @@ def bench(
         results = run.measure(device, dtype.split(","), [known[name] for name in names], only, said, within(progress, 0.0, 0.5 if soak else 1.0))
         if soak:
             soaks = {"inside jax.jit": overheads.soak, "from torch": overheads.torch_soak}
-            each = told([*soaks.items()], within(progress, 0.5, 1.0), lambda item: f"a million calls {item[0]}")
+            each = told([*soaks.items()], within(progress, 0.5, 1.0), lambda item: f"very many calls {item[0]}")
             results["soak"] = [call(device) for _, call in each]
     if output is not None:
         run.save(results, output)
