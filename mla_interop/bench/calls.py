@@ -43,11 +43,13 @@ def call_costs(device: str, dtype: str) -> list[dict[str, Any]]:
     for framework in FLOORS:
         if importlib.util.find_spec(framework) is None:
             continue
-        try:
-            found = [_from_a_process(framework, device, dtype) for _ in range(PROCESSES[framework] if device == "cuda" else 1)]
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
-            rows.append({"name": f"calls from {framework}", "failed": str(error)})
-        else:
+        found: list[list[dict[str, Any]]] = []
+        for _ in range(PROCESSES[framework] if device == "cuda" else 1):
+            try:
+                found.append(_from_a_process(framework, device, dtype))
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                rows.append({"name": f"calls from {framework}", "failed": str(error)})
+        if found:
             rows += _of_the_quietest(found, FLOORS[framework])
     return rows
 
