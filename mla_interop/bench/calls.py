@@ -49,6 +49,7 @@ def call_costs(device: str, dtype: str) -> list[dict[str, Any]]:
                 found.append(_from_a_process(framework, device, dtype))
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 rows.append({"name": f"calls from {framework}", "failed": str(error)})
+                break  # the next would fail likewise, or take as long
         if found:
             rows += _of_the_quietest(found, FLOORS[framework])
     return rows

@@ -68,8 +68,8 @@ def soak(device: str, calls: int = 2_000_000) -> dict[str, Any]:
 
     Args:
         device: ``"cuda"`` or ``"cpu"``.
-        calls: Rounded to what a program of a hundred divides. Half of them warm up, and a process with sixteen cores' threads still grows until about a
-            million calls are done (``h200_calls.json``).
+        calls: Rounded to what a program of a hundred divides. Half of them warm up: with a million in all, processes beside an H200 still grew in
+            the second half, and with two million hardly (``h200_calls.json``).
 
     Returns:
         ``{"name": ..., "calls": ..., "grown_bytes": ..., "grown_device_bytes": ..., "grown_files": ..., "grown_threads": ...}``: growth over the

@@ -1,5 +1,6 @@
 """The JAX frontend: tracing, recompilation, transformations, routes and layouts."""
 
+import gc
 import importlib
 import sys
 from collections.abc import Callable
@@ -62,6 +63,7 @@ def test_a_jitted_call_with_metadata_made_anew_runs_no_python(prepare: Callable[
     add, x = jax.jit(lambda x, metadata: x + 1), jnp.ones(3)
     add(x, prepare())
     again, ran = prepare(), []
+    gc.collect()  # what earlier tests left may have finalizers, which are Python too
     sys.setprofile(lambda frame, event, _: ran.append(frame.f_code.co_name) if event == "call" else None)
     try:
         add(x, again)
